@@ -1,0 +1,138 @@
+"""The parts of DiT and SiT (arXiv 2212.09748) around attention, with the official parameter names."""
+
+import math
+
+import torch
+from torch import nn
+
+from vcagen.attention import AttentionConfig, build_attention
+
+
+def position_table(hidden_size: int, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Sine-cosine position codes (1, N, C), float32, for a (height, width) grid, row by row.
+
+    The first half of the width codes the column, the second half the row; in each, all sines, then all cosines
+    (MAE's table, as in DiT). Integer positions: a larger grid continues the codes of a smaller one.
+    """
+    height, width = grid_size
+    frequencies = 10000.0 ** (-torch.arange(hidden_size // 4, dtype=torch.float64) / (hidden_size / 4))
+
+    def code(positions: torch.Tensor) -> torch.Tensor:
+        angles = positions[:, None] * frequencies  # (N, C / 4)
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+    rows = torch.arange(height, dtype=torch.float64).repeat_interleave(width)
+    columns = torch.arange(width, dtype=torch.float64).repeat(height)
+    return torch.cat([code(columns), code(rows)], dim=1).float()[None]
+
+
+def timestep_embedding(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
+    """[cos, sin] of timesteps (B,) at dim / 2 frequencies from 1 down to nearly 1 / 10000: (B, dim), float32."""
+    half = dim // 2
+    frequencies = torch.exp(
+        -math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device) / half
+    )
+    angles = timesteps[:, None].float() * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x (B, N, C) times 1 + scale plus shift, (B, C) each."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class PatchEmbed(nn.Module):
+    """Latents (B, C_in, H, W) to tokens (B, N, C), row by row."""
+
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, hidden_size, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self.proj(latents).flatten(2).transpose(1, 2)
+
+
+class TimestepEmbedder(nn.Module):
+    """Timesteps (B,) to (B, C); whole numbers 0..999 for diffusion, unscaled times in [0, 1] for flow."""
+
+    frequency_dim = 256
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(self.frequency_dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
+
+    def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        frequencies = timestep_embedding(timesteps, self.frequency_dim)
+        return self.mlp(frequencies.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """Labels (B,) to (B, C). With a null label the table has one more row, the last."""
+
+    def __init__(self, num_classes: int, has_null_label: bool, hidden_size: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + has_null_label, hidden_size)
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self.embedding_table(labels)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with tanh-approximated GELU between: (B, N, C) to (B, N, C)."""
+
+    def __init__(self, hidden_size: int, mlp_ratio: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, int(hidden_size * mlp_ratio))
+        self.act = nn.GELU(approximate="tanh")
+        self.fc2 = nn.Linear(int(hidden_size * mlp_ratio), hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and MLP, each behind adaLN-zero: shift, scale and gate come from the condition."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        mlp_ratio: float,
+        attention: AttentionConfig,
+        grid_size: tuple[int, int],
+        layer_index: int,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.attn = build_attention(attention, hidden_size, num_heads, grid_size, layer_index)
+        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(hidden_size, mlp_ratio)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """Maps tokens (B, N, C) under a condition (B, C) to (B, N, C)."""
+        modulation = self.adaLN_modulation(condition).chunk(6, dim=1)  # 6 x (B, C)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
+        x = x + gate_attn[:, None] * self.attn(modulate(self.norm1(x), shift_attn, scale_attn))
+        return x + gate_mlp[:, None] * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+
+class FinalLayer(nn.Module):
+    """Tokens (B, N, C) under a condition (B, C) to patches (B, N, p * p * C_out)."""
+
+    def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))

@@ -1,0 +1,30 @@
+"""What a model is trained to predict. An objective offers `loss(model, latents, labels, generators)`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vcagen.objectives.diffusion import DiffusionConfig, DiffusionObjective
+from vcagen.objectives.flow import FlowConfig, FlowObjective
+from vcagen.objectives.output import ObjectiveOutput
+
+ObjectiveConfig = Annotated[DiffusionConfig | FlowConfig, Field(discriminator="name")]
+Objective = DiffusionObjective | FlowObjective
+
+__all__ = [
+    "DiffusionConfig",
+    "DiffusionObjective",
+    "FlowConfig",
+    "FlowObjective",
+    "Objective",
+    "ObjectiveConfig",
+    "ObjectiveOutput",
+    "build_objective",
+]
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The objective that a config describes."""
+    if isinstance(config, DiffusionConfig):
+        return DiffusionObjective(config)
+    return FlowObjective(config)
