@@ -1,4 +1,4 @@
-"""A small classifier of scikit-learn's 8x8 digits: what Inception is to photographs, for the embedded data set.
+"""A small classifier of scikit-learn's 8x8 digits: for the embedded data set, what Inception is for photos.
 
 `python -m fid.digits_classifier` trains it again and writes the weights and their record beside this file.
 """
@@ -8,16 +8,14 @@ import hashlib
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import sklearn
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 WEIGHTS_NAME = "digits_classifier.safetensors"
@@ -65,19 +63,20 @@ class DigitsClassifier(nn.Module):
         """Features and logits of a batch.
 
         Args:
-            images: (B, 1, 8, 8) or (B, 3, 8, 8) uint8, ink bright on 0; three channels are averaged.
+            images: (B, 1, 8, 8) or (B, 3, 8, 8) uint8, 0 = paper, 255 = ink; channels are averaged.
 
         Raises:
             ValueError: another type or size.
         """
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
             raise ValueError(
-                f"digits have type {images.dtype} and shape {tuple(images.shape)}; expected uint8 (B, 1 or 3, 8, 8)"
+                f"digits are {images.dtype} {tuple(images.shape)}; expected uint8 (B, 1 or 3, 8, 8): "
+                "quantise to 0..255 first"
             )
         if images.shape[2:] != (8, 8):
             raise ValueError(
-                f"images are {images.shape[2]}x{images.shape[3]}, expected 8x8: the digits classifier means nothing "
-                "on other images (nor Inception on digits); use inception-v3-compat"
+                f"images are {images.shape[2]}x{images.shape[3]}; the digits classifier takes 8x8 only, "
+                "as its features of other images would mean nothing: use inception-v3-compat for those"
             )
         grey = images.float().mean(dim=1, keepdim=True) / 255  # (B, 1, 8, 8)
         features = self.trunk(grey)  # (B, 64)
@@ -96,6 +95,10 @@ class DigitsSplit(NamedTuple):
 
 def load_split() -> DigitsSplit:
     """The 1,797 digits, one fifth of every class held out; 0..16 grey becomes 0..255."""
+    # Only training and tests need scikit-learn; loading the weights should not wait for its import.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.from_numpy(np.round(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(digits.target).long()
@@ -122,7 +125,7 @@ def load_digits_classifier(folder: Path = Path(__file__).parent) -> DigitsClassi
         ValueError: the weights are not those of the record.
     """
     weights_path = folder / WEIGHTS_NAME
-    expected = weights_sha256(folder)
+    expected = json.loads((folder / RECORD_NAME).read_text())["weights_sha256"]
     actual = hashlib.sha256(weights_path.read_bytes()).hexdigest()
     if actual != expected:
         raise ValueError(
@@ -134,13 +137,8 @@ def load_digits_classifier(folder: Path = Path(__file__).parent) -> DigitsClassi
     return classifier.requires_grad_(False).eval()
 
 
-def weights_sha256(folder: Path = Path(__file__).parent) -> str:
-    """The recorded sha256 of the weights, 64 hexadecimal digits."""
-    return str(json.loads((folder / RECORD_NAME).read_text())["weights_sha256"])
-
-
 def train(split: DigitsSplit) -> DigitsClassifier:
-    """A classifier trained on CPU on the training part of `split`; under a minute, the same each time."""
+    """A classifier trained on the training part of `split`, on CPU, from a fixed seed."""
     torch.manual_seed(SEED)
     classifier = DigitsClassifier()
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=LEARNING_RATE, weight_decay=1e-2)
@@ -189,15 +187,34 @@ def save(classifier: DigitsClassifier, split: DigitsSplit, folder: Path) -> None
         "train_images": len(split.train_labels),
         "held_out_images": len(split.held_out_labels),
         "held_out_fraction": HELD_OUT_FRACTION,
-        "held_out_indices_sha256": indices_sha256(split.held_out_indices),
+        "held_out_indices_sha256": hashlib.sha256(json.dumps(split.held_out_indices).encode()).hexdigest(),
         "seed": SEED,
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,
-            "scikit-learn": sklearn.__version__,
+            "scikit-learn": version("scikit-learn"),
             "numpy": np.__version__,
         },
     }
     record_aside.write_text(json.dumps(record, indent=2) + "\n")
     os.replace(weights_aside, weights_path)
     os.replace(record_aside, record_path)
+    print(json.dumps(record, indent=2))
+
+
+def main() -> None:
+    """The command line of the training script."""
+    parser = argparse.ArgumentParser(prog="python -m fid.digits_classifier", description=__doc__)
+    parser.add_argument(
+        "--out-dir",
+        type=Path,
+        default=Path(__file__).parent,
+        help="where to write both files (default: here)",
+    )
+    arguments = parser.parse_args()
+    split = load_split()
+    save(train(split), split, arguments.out_dir)
+
+
+if __name__ == "__main__":
+    main()

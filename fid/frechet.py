@@ -14,24 +14,24 @@ def frechet_distance(
 ) -> float:
     """|mean1 - mean2|^2 + tr(cov1 + cov2 - 2 (cov1 cov2)^(1/2)), in float64.
 
-    With cov1 = R R^T, the eigenvalues of cov1 cov2 are those of the symmetric R^T cov2 R, so symmetric eigenvalue
-    routines do: no matrix square root, no complex numbers, no epsilon on the diagonal.
+    With cov1 = R R^T, the eigenvalues of cov1 cov2 are those of the symmetric R^T cov2 R, so symmetric
+    eigenvalue routines do: no matrix square root, no complex numbers, no epsilon on the diagonal.
 
     Args:
-        mean1: (d,).
+        mean1: (d,), converted to float64 like the rest.
         cov1: (d, d), symmetric, positive semidefinite.
         mean2: (d,).
         cov2: (d, d).
-        n1: samples behind `cov1`. With n <= d a covariance has rank n - 1 at most; what rounding leaves in the other
-            directions is dropped, where the square root would magnify it (1e-16 becomes 1e-8).
+        n1: samples behind `cov1`. A covariance of n samples has rank n - 1 at most; what rounding leaves in
+            the other directions is dropped, as the square root would magnify it (1e-16 becomes 1e-8).
         n2: samples behind `cov2`.
 
     Returns:
         The distance, at least 0.
 
     Raises:
-        ValueError: shapes that do not fit, values that are not finite, a covariance that is not symmetric or has
-            negative eigenvalues beyond rounding, fewer than two samples.
+        ValueError: shapes that do not fit, values that are not finite, a covariance that is not symmetric or
+            has negative eigenvalues beyond rounding, fewer than two samples.
     """
     mean1, cov1 = _checked(mean1, cov1, n1, "1")
     mean2, cov2 = _checked(mean2, cov2, n2, "2")
@@ -64,7 +64,9 @@ def _checked(mean: Array, cov: Array, n: int | None, which: str) -> tuple[Array,
     """Mean and covariance as float64, or a `ValueError` that says what is wrong with them."""
     mean, cov = np.asarray(mean, dtype=np.float64), np.asarray(cov, dtype=np.float64)
     if mean.ndim != 1 or cov.shape != (mean.size, mean.size):
-        raise ValueError(f"mean{which} has shape {mean.shape} and cov{which} {cov.shape}; expected (d,) and (d, d)")
+        raise ValueError(
+            f"mean{which} has shape {mean.shape} and cov{which} {cov.shape}; expected (d,) and (d, d)"
+        )
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
         raise ValueError(f"mean{which} or cov{which} has NaN or inf; compute the statistics again")
     if np.abs(cov - cov.T).max() > 1e-6 * np.abs(cov).max():

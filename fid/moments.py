@@ -8,8 +8,8 @@ from torch import Tensor
 class FeatureMoments:
     """Running count, sum and sum of outer products, all float64.
 
-    Raw moments in float64 lose nothing measurable (1e-15 in the covariance), and unlike running means they add up:
-    any batch sizes and any split over processes give the same statistics. In float32 they would not.
+    Raw moments in float64 lose nothing measurable (1e-15 in the covariance; float32 would lose 1e-6) and
+    simply add up, so any batch size and any split over processes gives the same statistics.
 
     Attributes:
         dimension: d, the length of a feature.
@@ -39,8 +39,8 @@ class FeatureMoments:
         bad_rows = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if bad_rows.size:
             raise ValueError(
-                f"features of row {bad_rows[0]} of this batch (number {self.n + bad_rows[0]} of the stream) are "
-                "not finite; look for NaN or inf in the images or the network that made them"
+                f"features of row {bad_rows[0]} of this batch (image {self.n + bad_rows[0]} so far) have NaN or "
+                "inf; check the images and the weights of the feature extractor"
             )
         self.n += len(rows)
         self.sum += rows.sum(axis=0)

@@ -1,0 +1,223 @@
+"""One run as frozen pydantic models, read from YAML and `key=value` overrides. Nothing is built here."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+from vcagen.attention import AttentionConfig, MHSAConfig
+from vcagen.autoencoder import IdentityConfig
+from vcagen.data import DataConfig
+from vcagen.guidance import GuidanceConfig
+from vcagen.models.variants import parse_variant
+from vcagen.objectives import ObjectiveConfig
+from vcagen.samplers import DIFFUSION_SAMPLERS, FLOW_SAMPLERS, SamplerConfig
+
+CONFIG_VERSION = 1
+
+# Sections with a `name` that decides which other keys there are.
+NAMED_SECTIONS = ("data", "autoencoder", "model.attention", "objective", "sampler")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelConfig(BaseModel, extra="forbid", frozen=True):
+    """The backbone: a named variant, its attention, and sizes where they should differ from the variant's."""
+
+    variant: str = "SiT-S/2"
+    attention: AttentionConfig = MHSAConfig()
+    hidden_size: PositiveInt | None = None
+    depth: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    patch_size: PositiveInt | None = None
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _variant_exists(self) -> "ModelConfig":
+        parse_variant(self.variant)
+        return self
+
+
+class TrainConfig(BaseModel, extra="forbid", frozen=True):
+    """The loop; the defaults are the recipe of the DiT and SiT papers."""
+
+    max_steps: PositiveInt = 400_000
+    global_batch_size: PositiveInt = 256
+    gradient_accumulation_steps: PositiveInt = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    gradient_clip: Annotated[float, Field(gt=0)] | None = None
+    ema_decay: Fraction = 0.9999
+    label_dropout: Fraction = 0.1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    log_every: PositiveInt = 100
+    preview_every: PositiveInt = 10_000
+    preview_images: PositiveInt = 40
+    checkpoint_every: PositiveInt = 10_000
+    keep_checkpoints: PositiveInt = 2
+    max_bad_steps: PositiveInt = 10
+    trackers: tuple[str, ...] = ("tensorboard",)
+
+
+class RunConfig(BaseModel, extra="forbid", frozen=True):
+    """A whole run. `objective` and `sampler` follow from the variant's family where they are not given."""
+
+    config_version: int = CONFIG_VERSION
+    run_dir: str
+    seed: int = 0
+    data: DataConfig
+    autoencoder: IdentityConfig = IdentityConfig()
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig
+    sampler: SamplerConfig
+    guidance: GuidanceConfig = GuidanceConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _family_defaults(cls, settings: Any) -> Any:
+        """DiT means diffusion and DDPM, SiT flow and Euler-Maruyama: the papers' own."""
+        model = settings.get("model") or {} if isinstance(settings, dict) else {}
+        variant = model.get("variant", ModelConfig().variant) if isinstance(model, dict) else ""
+        if not isinstance(settings, dict) or not isinstance(variant, str):
+            return settings
+        is_diffusion = variant.startswith("DiT")
+        defaults = {
+            "objective": {"name": "diffusion" if is_diffusion else "flow"},
+            "sampler": {"name": "ddpm" if is_diffusion else "euler_maruyama"},
+        }
+        return defaults | {key: value for key, value in settings.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "RunConfig":
+        is_diffusion = parse_variant(self.model.variant).family == "DiT"
+        if is_diffusion != (self.objective.name == "diffusion"):
+            raise ValueError(
+                f"model.variant={self.model.variant} and objective.name={self.objective.name} contradict each "
+                "other; DiT variants are trained with diffusion, SiT variants with flow"
+            )
+        check_sampler(self.objective.name, self.sampler)
+        return self
+
+
+def check_sampler(objective_name: str, sampler: BaseModel) -> None:
+    """A `ValueError` if the sampler does not fit models of this objective."""
+    fitting = DIFFUSION_SAMPLERS if objective_name == "diffusion" else FLOW_SAMPLERS
+    if not isinstance(sampler, fitting):
+        names = ", ".join(config.model_fields["name"].default for config in fitting)
+        raise ValueError(
+            f"sampler.name={sampler.name} does not sample {objective_name} models; use one of {names}"  # type: ignore[attr-defined]
+        )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML file and merges `key=value` overrides over it.
+
+    Where an override changes the `name` of a section, the file's other keys of that section go: they belong to
+    what was named before.
+
+    Raises:
+        ValueError: a line for each wrong key, type or value, naming the file (or the override), the key, and what
+            is expected.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such config file")
+    try:
+        from_file = OmegaConf.load(path)
+    except YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(from_file, DictConfig):
+        raise ValueError(f"{path}: expected keys and values, such as 'seed: 0', at the top level")
+    for override in overrides:
+        if "=" not in override or override.startswith(("-", "=")):
+            raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
+    try:
+        from_line = OmegaConf.from_dotlist(list(overrides))
+        for section in NAMED_SECTIONS:
+            name = OmegaConf.select(from_line, f"{section}.name")
+            if name is not None and name != OmegaConf.select(from_file, f"{section}.name"):
+                OmegaConf.update(from_file, section, {}, merge=False)
+        settings = OmegaConf.to_container(OmegaConf.merge(from_file, from_line), resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    assert isinstance(settings, dict)
+    overridden = {override.split("=", 1)[0] for override in overrides}
+    return parse_config(settings, str(path), overridden)
+
+
+def parse_config(settings: dict[Any, Any], source: str, overridden: set[str] | None = None) -> RunConfig:
+    """Validates plain settings; `source` and the overridden keys serve the error messages. See `load_config`."""
+    version = settings.get("config_version", CONFIG_VERSION)
+    if isinstance(version, int) and version > CONFIG_VERSION:
+        raise ValueError(
+            f"{source}: config_version {version} is newer than this vcagen reads ({CONFIG_VERSION}); update vcagen"
+        )
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as error:
+        lines = [_explain(dict(e), source, overridden or set()) for e in error.errors()]
+        raise ValueError("\n".join(lines)) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved run as YAML, every default written out; `load_config` reads it back equal."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _explain(error: dict[str, Any], source: str, overridden: set[str]) -> str:
+    """One line for one pydantic error."""
+    keys, parent = _locate(error["loc"])
+    key = ".".join(keys)
+    is_override = any(given == key or given.startswith(f"{key}.") for given in overridden) and key
+    where = f"command line: {key}" if is_override else f"{source}: {key}" if key else source
+    if error["type"] == "extra_forbidden":
+        known = list(parent.model_fields)
+        close = difflib.get_close_matches(keys[-1], known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"{where}: unknown key; {hint}known keys here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f"{where}: missing; this key must be given"
+    if error["type"] == "union_tag_invalid":
+        return f"{where}.name: {error['ctx']['tag']!r} does not exist; there are {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{where}: expected a section with a name"
+    message = error["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(error["input"], dict | BaseModel) else f" (got {error['input']!r})"
+    return f"{where}: {message}{given}"
+
+
+def _locate(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
+    """The dotted key of a pydantic location, without the tags of unions, and the model that the last part is a key of."""
+    keys: list[str] = []
+    parent: type[BaseModel] = RunConfig
+    choices: list[type[BaseModel]] = [RunConfig]
+    for part in location:
+        tagged = [c for c in choices if len(choices) > 1 and c.model_fields["name"].default == part]
+        if tagged:
+            choices = tagged
+            continue
+        if len(choices) == 1:
+            parent = choices[0]
+        if not choices:  # a position in a list, or pydantic's name of a branch
+            continue
+        keys.append(str(part))
+        field = parent.model_fields.get(str(part))
+        choices = _models_in(field.annotation) if field else []
+    return keys, parent
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) is Annotated:
+        return _models_in(get_args(annotation)[0])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]

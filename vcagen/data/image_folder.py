@@ -1,0 +1,68 @@
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from vcagen.data.images import center_crop, check_images, decode_image, walk_class_folders
+
+
+class ImageFolderConfig(BaseModel, extra="forbid", frozen=True):
+    """A folder of class folders of images.
+
+    Attributes:
+        root: the folder; the names of the folders in it are the class names.
+        image_size: side of the square that images are cropped to, pixels.
+        horizontal_flip: mirror every other sample, decided anew at each visit.
+        on_bad: `stop` at files that cannot be decoded, or `skip` and report them.
+    """
+
+    name: Literal["image_folder"] = "image_folder"
+    root: str
+    image_size: Annotated[int, Field(ge=1)] = 64
+    horizontal_flip: bool = True
+    on_bad: Literal["stop", "skip"] = "stop"
+
+
+class ImageFolder:
+    """Images of class folders, decoded and cropped when asked for.
+
+    Every file is decoded once at construction, so that a bad one shows before work starts and not in the middle.
+
+    Attributes:
+        image_shape: (3, size, size).
+        class_names: in label order.
+        labels: int (N,).
+        report: one line on what was used, ignored and skipped.
+
+    Raises:
+        ValueError: no usable folder, or bad files under `on_bad=stop`, each named.
+    """
+
+    def __init__(self, config: ImageFolderConfig) -> None:
+        tree = walk_class_folders(Path(config.root))
+        bad = check_images([file.path for file in tree.files], config.on_bad)
+        tree = tree.without(bad)
+        self.files = tree.files
+        self.class_names = tree.class_names
+        self.labels = np.array([file.label for file in tree.files])
+        self.image_shape = (3, config.image_size, config.image_size)
+        self.can_mirror = config.horizontal_flip
+        self.report = (
+            f"{len(tree.files)} images used in {len(tree.class_names)} classes, "
+            f"{len(bad)} bad ones skipped, {len(tree.ignored)} other files ignored"
+        )
+        if bad:
+            self.report += "; skipped: " + ", ".join(str(path) for path in bad)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def image(self, index: int) -> np.ndarray:
+        """uint8 (3, size, size): the centre crop."""
+        image = center_crop(decode_image(self.files[index].path), self.image_shape[1])
+        return np.ascontiguousarray(image.transpose(2, 0, 1))
+
+    def label(self, index: int) -> int:
+        """Index into `class_names`."""
+        return self.files[index].label

@@ -1,0 +1,71 @@
+"""DDPM and DDIM through diffusers' schedulers, in the settings that equal DiT's own sampling loops."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+from pydantic import BaseModel, Field
+
+from vcagen.guidance import ModelFn
+from vcagen.samplers.checks import require_finite
+
+Steps = Annotated[int, Field(ge=1, le=1000)]
+
+
+class DDPMConfig(BaseModel, extra="forbid", frozen=True):
+    """Ancestral sampling (arXiv 2006.11239) with learned variance, respaced as DiT does: timesteps 0 and 999 included."""
+
+    name: Literal["ddpm"] = "ddpm"
+    num_steps: Steps = 250
+
+
+class DDIMConfig(BaseModel, extra="forbid", frozen=True):
+    """DDIM (arXiv 2010.02502) with eta 0, on the leading spacing of DiT's `ddimN`."""
+
+    name: Literal["ddim"] = "ddim"
+    num_steps: Steps = 50
+
+
+def sample_diffusion(
+    model_fn: ModelFn,
+    noise: torch.Tensor,
+    generators: Sequence[torch.Generator],
+    config: DDPMConfig | DDIMConfig,
+    clip_range: float | None = None,
+) -> torch.Tensor:
+    """Denoises `noise` (B, C, H, W); float32 throughout. DDPM draws once a step from each generator.
+
+    Args:
+        model_fn: epsilon and variance channels (B, 2C, H, W) from latents and int64 timesteps (B,).
+        noise: the state at the noisiest timestep.
+        generators: one per sample.
+        config: which scheduler and how many steps.
+        clip_range: bound on the predicted latents at each step, for data whose range is known (pixels); None
+            does not clip, as in DiT.
+
+    Raises:
+        ValueError: the state stops being finite.
+    """
+    common = {
+        "num_train_timesteps": 1000,
+        "beta_start": 1e-4,
+        "beta_end": 0.02,
+        "beta_schedule": "linear",
+        "clip_sample": clip_range is not None,
+        "clip_sample_range": clip_range or 1.0,
+    }
+    if config.name == "ddpm":
+        scheduler = DDPMScheduler(variance_type="learned_range", timestep_spacing="linspace", **common)
+    else:
+        scheduler = DDIMScheduler(timestep_spacing="leading", set_alpha_to_one=True, steps_offset=0, **common)
+    scheduler.set_timesteps(config.num_steps)
+    x = noise
+    for timestep in scheduler.timesteps.tolist():
+        output = model_fn(x, torch.full((len(x),), timestep, dtype=torch.int64, device=x.device))
+        if config.name == "ddpm":
+            x = scheduler.step(output, timestep, x, generator=list(generators)).prev_sample
+        else:
+            x = scheduler.step(output[:, : x.shape[1]], timestep, x, eta=0.0).prev_sample
+        require_finite(x, timestep)
+    return x
