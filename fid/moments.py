@@ -39,8 +39,8 @@ class FeatureMoments:
         bad_rows = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if bad_rows.size:
             raise ValueError(
-                f"features of row {bad_rows[0]} of this batch (image {self.n + bad_rows[0]} so far) have NaN or "
-                "inf; check the images and the weights of the feature extractor"
+                f"features of row {bad_rows[0]} of this batch (image {self.n + bad_rows[0]} so far) have NaN "
+                "or inf; check the images and the weights of the feature extractor"
             )
         self.n += len(rows)
         self.sum += rows.sum(axis=0)

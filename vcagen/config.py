@@ -92,10 +92,15 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
             return settings
         is_diffusion = variant.startswith("DiT")
         defaults = {
-            "objective": {"name": "diffusion" if is_diffusion else "flow"},
-            "sampler": {"name": "ddpm" if is_diffusion else "euler_maruyama"},
+            "objective": "diffusion" if is_diffusion else "flow",
+            "sampler": "ddpm" if is_diffusion else "euler_maruyama",
         }
-        return defaults | {key: value for key, value in settings.items() if value is not None}
+        settings = dict(settings)
+        for section, name in defaults.items():
+            given = settings.get(section)
+            if given is None or (isinstance(given, dict) and "name" not in given):
+                settings[section] = {"name": name} | (given or {})
+        return settings
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":

@@ -61,7 +61,7 @@ def output_and_gradients(module: nn.Module, x: Tensor, upstream: Tensor) -> dict
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference over the largest absolute expected value."""
-    return float((actual.double() - expected).abs().max() / expected.abs().max())
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -57,9 +57,9 @@ for kind in ("joint", "separate"):
         f"vca-{kind}-tall-not-dividing": vca_case((5, 4), contrast_grid=(2, 3), stage2_softmax=kind),
         f"vca-{kind}-same-grid": vca_case((3, 4), contrast_grid=(3, 4), stage2_softmax=kind),
         f"vca-{kind}-one-row": vca_case((1, 4), stage2_softmax=kind),
-        # With one key a softmax is 1 whatever its score: lambda2 then acts through the norm's epsilon alone.
+        # One contrast value only: lambda2 scales it, so it acts through the norm's epsilon alone.
         f"vca-{kind}-one-contrast-token": vca_case(
-            contrast_grid=(1, 1), small_values=kind == "separate", stage2_softmax=kind
+            contrast_grid=(1, 1), small_values=True, stage2_softmax=kind
         ),
         f"vca-{kind}-no-conv": vca_case(value_conv=False, stage2_softmax=kind),
         f"vca-{kind}-stage1-off": vca_case(stage1_differential=False, stage2_softmax=kind),
@@ -114,8 +114,8 @@ def test_output_and_every_gradient_equal_the_equations(case: Case) -> None:
     expected = {"output": out.detach(), **dict(zip(["input", *names], gradients, strict=True))}
 
     assert errors(double, expected, 1e-10) == {}
-    # The gradient of the scalar lambda is a sum over all tokens that cancels, so its float32 rounding error is
-    # relative to the terms and not to the sum; float64 has digits to spare and is held to the sum.
+    # The gradient of the scalar lambda is a sum over all tokens that cancels, so its float32 rounding error
+    # is relative to the terms and not to the sum; float64 has digits to spare and is held to the sum.
     largest = max(value.abs().max() for name, value in expected.items() if name != "output")
     for name in names:
         if name.startswith("lambda"):

@@ -1,7 +1,8 @@
 """The equations of the attention backends, one token at a time; slow on purpose.
 
-Everything is a loop over images, heads, queries and keys; only sums over channels are vector operations. Inputs are
-float64 tensors, `params` maps the modules' parameter names to tensors, so autograd gives reference gradients.
+Everything is a loop over images, heads, queries and keys; only sums over channels are vector operations.
+Inputs are float64 tensors and `params` maps the modules' parameter names to tensors, so autograd gives the
+reference gradients.
 """
 
 import math
@@ -71,7 +72,7 @@ def lambda_weight(params: Params, name: str, layer_index: int) -> Tensor:
 
 
 def pool(vectors: Sequence[Tensor], grid: Grid, contrast_grid: Grid) -> list[Tensor]:
-    """Means over windows floor(i H / h) <= row < ceil((i+1) H / h), columns alike; row by row on both grids."""
+    """Means over windows floor(i H / h) <= row < ceil((i+1) H / h), columns alike; row by row."""
     (height, width), (pooled_height, pooled_width) = grid, contrast_grid
     means = []
     for i in range(pooled_height):
@@ -215,7 +216,9 @@ def vca(
                         first, second = attention_map(query, positives), attention_map(query, negatives)
                     weight = lambda_weight(params, "lambda2", layer_index)
                     weights = [a - weight * b for a, b in zip(first, second, strict=True)]
-                outputs.append(scale * rms_norm(weighted_sum(weights, contrast_values), params["norm2.weight"]))
+                outputs.append(
+                    scale * rms_norm(weighted_sum(weights, contrast_values), params["norm2.weight"])
+                )
             heads.append(outputs)
         images.append(project(heads, v, grid, value_conv, params))
     return torch.stack(images)

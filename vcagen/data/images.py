@@ -7,9 +7,8 @@ name starts with a dot are skipped; links are followed. How a file becomes RGB:
 - Gray is repeated to three channels. 16-bit gray is divided by 257 and rounded, so white stays white. Of
   16-bit colour, and of 16-bit gray with alpha, Pillow keeps the high byte.
 - Alpha, be it a channel, in a palette or one transparent colour, is composited over white.
-- Palettes are expanded. CMYK and YCCK are converted, taking the inks of a JPEG as inverted, which is what
-  Adobe writes. Colour profiles are ignored.
-- Of an animation the first frame is used.
+- CMYK and YCCK are converted, taking the inks of a JPEG as inverted, as Adobe writes them.
+- Palettes are expanded, colour profiles ignored. Of an animation the first frame is used.
 - Refused: files that do not decode to the end, floating-point pixels and gray beyond 16 bits (neither says
   what is white), and sizes that Pillow takes for a decompression bomb.
 """
@@ -103,8 +102,7 @@ def walk_class_folders(root: Path) -> ImageTree:
     images, ignored = _images_and_others(root)
     loose = [path for path in images if path.parent == root]
     if loose:
-        example = f"images lie directly in {root}, such as {loose[0].name}"
-        raise ValueError(f"{example}: put each into a folder named after its class")
+        raise ValueError(f"{loose[0]} lies outside the class folders: put it into one, named after its class")
     class_names = sort_class_names(
         entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
@@ -150,7 +148,7 @@ def decode_image(path: Path) -> np.ndarray:
 
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize and crop to a square as ADM does: halve while possible, go bicubic to `size`, keep the centre.
+    """Resize and crop to a square as ADM does: halve while possible, bicubic to `size`, keep the centre.
 
     Args:
         image: uint8 (H, W, 3) of any size.
@@ -173,11 +171,10 @@ def check_images(files: Sequence[Path], on_bad: Literal["stop", "skip"]) -> dict
     """Decode every file once, to find the bad ones before any work is done.
 
     Returns:
-        The bad files in the given order, each with a one-line message that starts with its path. To be dropped
-        and reported by the caller; empty if `on_bad` is "stop".
+        The bad files in the given order, each with a line that starts with its path and says what is wrong.
 
     Raises:
-        ValueError: If a file is bad and `on_bad` is "stop", or if all files are bad.
+        ValueError: If a file is bad and `on_bad` is "stop", which lists them, or if all files are bad.
     """
     bad: dict[Path, str] = {}
     progress = tqdm(total=len(files), desc="checking images", unit="image", delay=2)
@@ -206,6 +203,9 @@ def _images_and_others(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        above = [os.path.realpath(root / parent) for parent in Path(folder).relative_to(root).parents]
+        if os.path.realpath(folder) in above:  # would be walked again and again
+            raise ValueError(f"{folder} is a link to a folder above it: remove the link")
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files.sort(key=lambda path: path.relative_to(root).as_posix())

@@ -1,0 +1,43 @@
+"""Trains a run: python train.py CONFIG [key=value ...]. Running the same command again goes on with it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Exit codes: 0 done; 1 the run cannot start or stopped being finite; 130 Ctrl-C; 143 SIGTERM."""
+    parser = argparse.ArgumentParser(
+        description="Train a DiT or SiT whose attention is a config value. The same command again resumes.",
+        epilog="example: python train.py configs/demo.yaml train.max_steps=10 model.attention.name=mhsa",
+    )
+    parser.add_argument("config", type=Path, help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved run, every default written out, and stop"
+    )
+    arguments = parser.parse_args()
+
+    # Imported here, so that --help does not wait for torch.
+    from vcagen.config import dump_config, load_config
+
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(dump_config(config), end="")
+            return 0
+        from vcagen.training import Interrupted, train
+
+        try:
+            train(config)
+        except Interrupted as interrupted:
+            print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+            return interrupted.exit_code
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

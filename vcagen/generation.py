@@ -1,0 +1,186 @@
+"""(seed, label) plan -> uint8 images, in any process count and batch size."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from tqdm import tqdm
+
+from vcagen import interpolants
+from vcagen.autoencoder import IdentityAutoencoder, to_numpy
+from vcagen.checkpoint import Weights, load_model, load_run_config, load_state, resolve_checkpoint
+from vcagen.config import RunConfig, check_sampler
+from vcagen.files import require_writable, write_image, write_json
+from vcagen.guidance import GuidanceConfig, guided_model
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.objectives import DiffusionConfig, ObjectiveConfig
+from vcagen.samplers import SamplerConfig
+from vcagen.samplers.diffusion import DDIMConfig, DDPMConfig, sample_diffusion
+from vcagen.samplers.ode import EulerConfig, HeunConfig, sample_ode
+from vcagen.samplers.sde import EulerMaruyamaConfig, sample_sde
+from vcagen.seeds import normal, sample_generator
+
+
+class PlannedSample(BaseModel, frozen=True):
+    """Image `index` of a set; its noise depends on (seed, index) alone, its content on that and the label."""
+
+    index: int
+    seed: int
+    label: int
+
+
+def plan_samples(labels: Sequence[int], seed: int, num_classes: int) -> list[PlannedSample]:
+    """One sample per label, in order.
+
+    Raises:
+        ValueError: a label that the model does not have.
+    """
+    wrong = sorted({label for label in labels if not 0 <= label < num_classes})
+    if wrong:
+        raise ValueError(f"labels {wrong} do not exist; this model has classes 0 to {num_classes - 1}")
+    return [PlannedSample(index=index, seed=seed, label=label) for index, label in enumerate(labels)]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """All that turns a plan into images.
+
+    Attributes:
+        model: in eval mode, on the device to use.
+        objective, sampler, guidance: how its output is read, integrated and guided.
+        autoencoder: latents to images.
+    """
+
+    model: DiffusionTransformer
+    objective: ObjectiveConfig
+    sampler: SamplerConfig
+    guidance: GuidanceConfig
+    autoencoder: IdentityAutoencoder
+
+    def latents(self, samples: Sequence[PlannedSample]) -> torch.Tensor:
+        """Latents (B, C, H, W), float32, of one batch; each sample's own generator draws its noise."""
+        settings = self.model.config
+        device = self.model.device
+        generators = [sample_generator(sample.seed, "sample", sample.index) for sample in samples]
+        shape = (len(samples), settings.in_channels, *settings.latent_size)
+        noise = normal(torch.empty(shape, device=device), generators)
+        labels = torch.tensor([sample.label for sample in samples], device=device)
+        null_label = self.model.null_label if settings.has_null_label else None
+        model_fn = guided_model(self.model, labels, null_label, self.guidance)
+        if isinstance(self.objective, DiffusionConfig):
+            assert isinstance(self.sampler, DDPMConfig | DDIMConfig)
+            return sample_diffusion(
+                model_fn, noise, generators, self.sampler, self.autoencoder.latent_range
+            )
+
+        path, prediction = self.objective.path, self.objective.prediction
+
+        def velocity_fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            output = model_fn(x, t)[:, : settings.in_channels]  # a flow model's second half is unused
+            return interpolants.velocity_from(prediction, interpolants.coefficients(path, t, x), output, x)
+
+        interval = interpolants.time_interval(path, prediction, training=False)
+        if isinstance(self.sampler, EulerMaruyamaConfig):
+            return sample_sde(velocity_fn, noise, generators, path, interval, self.sampler)
+        assert isinstance(self.sampler, EulerConfig | HeunConfig)
+        return sample_ode(velocity_fn, noise, interval, self.sampler)
+
+    @torch.no_grad()
+    def images(
+        self, samples: Sequence[PlannedSample], batch_size: int, progress: bool = True
+    ) -> Iterator[tuple[PlannedSample, np.ndarray]]:
+        """Yields each sample with its image, uint8 (H, W, C), in the plan's order."""
+        with tqdm(total=len(samples), desc="sampling", unit="image", disable=not progress, delay=2) as bar:
+            for start in range(0, len(samples), batch_size):
+                batch = samples[start : start + batch_size]
+                images = to_numpy(self.autoencoder.decode(self.latents(batch)))
+                bar.update(len(batch))
+                yield from zip(batch, images, strict=True)
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A checkpoint made ready to sample from."""
+
+    generator: Generator
+    checkpoint: Path
+    config: RunConfig
+    class_names: tuple[str, ...]
+    protocol: dict[str, Any]
+
+
+def load_run(
+    path: Path, weights: Weights, sampler: SamplerConfig | None, guidance: GuidanceConfig | None, device: str
+) -> LoadedRun:
+    """Loads a run folder (its newest checkpoint) or a checkpoint folder.
+
+    Objective, prediction type, path and latent space come from the checkpoint; sampler and guidance too, unless
+    given.
+
+    Raises:
+        ValueError: what is there cannot be loaded, or cannot be sampled that way.
+    """
+    checkpoint = resolve_checkpoint(path)
+    config, state = load_run_config(checkpoint), load_state(checkpoint)
+    sampler, guidance = sampler or config.sampler, guidance or config.guidance
+    check_sampler(config.objective.name, sampler)
+    model = load_model(checkpoint, weights).to(device)
+    if guidance.scale != 1 and not model.config.has_null_label:
+        raise ValueError(
+            f"{checkpoint}: trained with train.label_dropout=0, so it has no null label to be guided with; "
+            "use guidance scale 1"
+        )
+    generator = Generator(model, config.objective, sampler, guidance, IdentityAutoencoder())
+    protocol = {
+        "checkpoint": str(checkpoint),
+        "step": state["step"],
+        "weights": weights,
+        "variant": config.model.variant,
+        "attention": config.model.attention.model_dump(mode="json"),
+        "objective": config.objective.model_dump(mode="json"),
+        "sampler": sampler.model_dump(mode="json"),
+        "guidance": guidance.model_dump(mode="json"),
+    }
+    return LoadedRun(generator, checkpoint, config, tuple(state["class_names"]), protocol)
+
+
+def write_samples(
+    run: LoadedRun, samples: Sequence[PlannedSample], folder: Path, batch_size: int, rank: int, num_processes: int
+) -> None:
+    """Writes images as `000000.png`, ... and their plan and protocol as `samples.json`; what is there is kept.
+
+    A process takes every `num_processes`-th sample. The same call goes on with an interrupted folder.
+
+    Raises:
+        ValueError: the folder cannot be written or holds samples of another plan or protocol.
+    """
+    record = {
+        "protocol": run.protocol,
+        "class_names": list(run.class_names),
+        "samples": [sample.model_dump() for sample in samples],
+    }
+    require_writable(folder)
+    path = folder / "samples.json"
+    if path.exists():
+        if json.loads(path.read_text()) != record:
+            raise ValueError(f"{folder}: holds other samples already; choose another folder or delete it")
+    elif any(folder.glob("*.png")):
+        raise ValueError(f"{folder}: holds images that were not sampled here; choose an empty folder")
+    elif rank == 0:
+        write_json(path, record)
+    missing = [s for s in samples[rank::num_processes] if not (folder / f"{s.index:06d}.png").exists()]
+    for sample, image in run.generator.images(missing, batch_size, progress=rank == 0):
+        write_image(folder / f"{sample.index:06d}.png", image)
+
+
+def samples_folder(run: LoadedRun, samples: Sequence[PlannedSample], run_dir: Path) -> Path:
+    """A folder of the run's own for these samples: another plan or protocol is another folder."""
+    record = json.dumps([run.protocol, [sample.model_dump() for sample in samples]])
+    digest = hashlib.sha256(record.encode()).hexdigest()[:8]
+    return run_dir / "samples" / f"step_{run.protocol['step']:07d}-{len(samples)}-{digest}"
