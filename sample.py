@@ -13,10 +13,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, help="run folder, or one checkpoints/step_N folder of it")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="sampler.* and guidance.* settings that replace the run's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="sampler.* and guidance.* settings that replace the run's",
     )
     parser.add_argument(
-        "--labels", default="all", help="class ids or names, comma-separated; id:3 or name:3 where both exist; or all"
+        "--labels",
+        default="all",
+        help="class ids or names, comma-separated; id:3 or name:3 where both exist; or all",
     )
     parser.add_argument("--per-label", type=int, default=8, help="images per label (default: 8)")
     parser.add_argument("--grid", type=Path, help="write one PNG of all images (default: RUN/grid.png, without --out)")
@@ -26,16 +31,45 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", choices=["ema", "model"], default="ema", help="EMA or raw weights")
     parser.add_argument("--batch-size", type=int, default=64, help="changes memory and speed, not the images")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # overrides may stand on either side of options
+
+
+def sample(arguments: argparse.Namespace) -> None:
+    """Loads, samples, writes; a `ValueError` in one line where something does not fit."""
+    # Imported here, so that --help does not wait for torch.
+    import numpy as np
+    import torch
+    from accelerate import PartialState
+
+    from vcagen.files import require_writable, write_grid
+    from vcagen.generation import load_run, parse_labels, plan_samples, write_samples
+
+    if arguments.per_label < 1 or arguments.batch_size < 1:
+        raise ValueError("--per-label and --batch-size must be at least 1")
+    process = PartialState(cpu=not torch.accelerator.is_available())
+    run = load_run(arguments.run, arguments.weights, arguments.overrides, arguments.device)
+    labels = parse_labels(arguments.labels, run.class_names)
+    repeated = [label for label in labels for _ in range(arguments.per_label)]
+    samples = plan_samples(repeated, arguments.seed, len(run.class_names))
+    if process.is_main_process:
+        print(run.describe())
+    if arguments.out:
+        write_samples(run, samples, arguments.out, arguments.batch_size, process.process_index, process.num_processes)
+        process.wait_for_everyone()
+    if process.is_main_process:
+        if arguments.out:
+            print(f"{arguments.out}: {len(samples)} images, and samples.json that says how they were made")
+        if arguments.grid or not arguments.out:
+            grid = arguments.grid or run.checkpoint.parents[1] / "grid.png"
+            require_writable(grid.parent)
+            images = [image for _, image in run.generator.images(samples, arguments.batch_size)]
+            write_grid(grid, np.stack(images), arguments.columns or arguments.per_label)
+            print(f"{grid}: {len(samples)} images, row by row in the order of the labels")
 
 
 def main() -> int:
     """Exit codes: 0 done; 1 it cannot be done, with the reason in one line."""
     arguments = parse_arguments()
-
-    # Imported here, so that --help does not wait for torch.
-    from vcagen.generation import sample
-
     try:
         sample(arguments)
     except ValueError as error:

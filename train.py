@@ -14,9 +14,11 @@ def main() -> int:
     parser.add_argument("config", type=Path, help="a YAML file, such as configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved run, every default written out, and stop"
+        "--print-config",
+        action="store_true",
+        help="print the resolved run, every default written out, and stop",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # overrides may stand on either side of options
 
     # Imported here, so that --help does not wait for torch.
     from vcagen.config import dump_config, load_config
@@ -26,7 +28,8 @@ def main() -> int:
         if arguments.print_config:
             print(dump_config(config), end="")
             return 0
-        from vcagen.training import Interrupted, train
+        from vcagen.signals import Interrupted
+        from vcagen.training import train
 
         try:
             train(config)

@@ -209,7 +209,7 @@ def main() -> None:
         "--out-dir",
         type=Path,
         default=Path(__file__).parent,
-        help="where to write both files (default: here)",
+        help="where to write both files (default: the fid folder)",
     )
     arguments = parser.parse_args()
     split = load_split()

@@ -116,9 +116,7 @@ def register() -> None:
         register_feature_extractor(DIGITS, DigitsFeatureExtractor)
 
 
-def build_extractor(
-    name: str, weights_path: str | Path | None = None, device: str | torch.device = "cpu"
-) -> Extractor:
+def build_extractor(name: str, weights_path: str | Path | None = None, device: str | torch.device = "cpu") -> Extractor:
     """The extractor called `name`, ready to run.
 
     Args:

@@ -64,9 +64,7 @@ def _checked(mean: Array, cov: Array, n: int | None, which: str) -> tuple[Array,
     """Mean and covariance as float64, or a `ValueError` that says what is wrong with them."""
     mean, cov = np.asarray(mean, dtype=np.float64), np.asarray(cov, dtype=np.float64)
     if mean.ndim != 1 or cov.shape != (mean.size, mean.size):
-        raise ValueError(
-            f"mean{which} has shape {mean.shape} and cov{which} {cov.shape}; expected (d,) and (d, d)"
-        )
+        raise ValueError(f"mean{which} has shape {mean.shape} and cov{which} {cov.shape}; expected (d,) and (d, d)")
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
         raise ValueError(f"mean{which} or cov{which} has NaN or inf; compute the statistics again")
     if np.abs(cov - cov.T).max() > 1e-6 * np.abs(cov).max():

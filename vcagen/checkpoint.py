@@ -1,10 +1,10 @@
 """Checkpoints: step folders, written aside then renamed, found by number, never a pickle.
 
-    <run_dir>/checkpoints/step_0001200/
-        model/, ema/             config.json and safetensors weights (diffusers' layout)
-        optimizer.safetensors    both moments of every trained parameter, by parameter name
-        state.json               step, counters, class names, versions
-        run.yaml                 the resolved config
+<run_dir>/checkpoints/step_0001200/
+    model/, ema/             config.json and safetensors weights (diffusers' layout)
+    optimizer.safetensors    both moments of every trained parameter, by parameter name
+    state.json               step, counters, class names, versions
+    run.yaml                 the resolved config
 """
 
 import json
@@ -50,9 +50,7 @@ def resolve_checkpoint(path: Path) -> Path:
         return checkpoints[-1][1]
     if not path.exists():
         raise ValueError(f"{path}: no such run or checkpoint folder")
-    raise ValueError(
-        f"{path}: no checkpoint in it; expected a run folder with checkpoints/step_N, or such a folder"
-    )
+    raise ValueError(f"{path}: no checkpoint in it; expected a run folder with checkpoints/step_N, or such a folder")
 
 
 def save_checkpoint(

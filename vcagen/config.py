@@ -142,6 +142,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(from_file, DictConfig):
         raise ValueError(f"{path}: expected keys and values, such as 'seed: 0', at the top level")
+    return _merged(from_file, overrides, str(path))
+
+
+def override_sampling(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The run with other `sampler.*` and `guidance.*` settings; everything else is the checkpoint's.
+
+    Raises:
+        ValueError: a wrong setting, as `load_config`, or one that the checkpoint has fixed.
+    """
+    for override in overrides:
+        if not override.startswith(("sampler.", "guidance.")):
+            raise ValueError(
+                f"{override!r} cannot be changed here: only sampler.* and guidance.* can, the rest is fixed by the "
+                "checkpoint"
+            )
+    return _merged(OmegaConf.create(config.model_dump(mode="json")), overrides, "the checkpoint's run.yaml")
+
+
+def _merged(base: DictConfig, overrides: Sequence[str], source: str) -> RunConfig:
     for override in overrides:
         if "=" not in override or override.startswith(("-", "=")):
             raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
@@ -149,14 +168,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         from_line = OmegaConf.from_dotlist(list(overrides))
         for section in NAMED_SECTIONS:
             name = OmegaConf.select(from_line, f"{section}.name")
-            if name is not None and name != OmegaConf.select(from_file, f"{section}.name"):
-                OmegaConf.update(from_file, section, {}, merge=False)
-        settings = OmegaConf.to_container(OmegaConf.merge(from_file, from_line), resolve=True)
+            if name is not None and name != OmegaConf.select(base, f"{section}.name"):
+                OmegaConf.update(base, section, {}, merge=False)
+        settings = OmegaConf.to_container(OmegaConf.merge(base, from_line), resolve=True)
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     assert isinstance(settings, dict)
-    overridden = {override.split("=", 1)[0] for override in overrides}
-    return parse_config(settings, str(path), overridden)
+    return parse_config(settings, source, {override.split("=", 1)[0] for override in overrides})
 
 
 def parse_config(settings: dict[Any, Any], source: str, overridden: set[str] | None = None) -> RunConfig:
@@ -201,7 +219,7 @@ def _explain(error: dict[str, Any], source: str, overridden: set[str]) -> str:
 
 
 def _locate(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
-    """The dotted key of a pydantic location, without the tags of unions, and the model that the last part is a key of."""
+    """The keys of a pydantic location, without the tags of unions, and the model that the last one belongs to."""
     keys: list[str] = []
     parent: type[BaseModel] = RunConfig
     choices: list[type[BaseModel]] = [RunConfig]

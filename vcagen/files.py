@@ -73,9 +73,7 @@ def write_grid(path: Path, images: np.ndarray, columns: int) -> None:
     height, width, gap = height * factor, width * factor, 2
     columns = min(columns, num)
     rows = -(-num // columns)
-    canvas = np.full(
-        (rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8
-    )
+    canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8)
     for index, tile in enumerate(tiles):
         top, left = (index // columns) * (height + gap) + gap, (index % columns) * (width + gap) + gap
         canvas[top : top + height, left : left + width] = tile

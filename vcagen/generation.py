@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vcagen import interpolants
 from vcagen.autoencoder import IdentityAutoencoder, to_numpy
 from vcagen.checkpoint import Weights, load_model, load_run_config, load_state, resolve_checkpoint
-from vcagen.config import RunConfig, check_sampler
+from vcagen.config import RunConfig, override_sampling
 from vcagen.files import require_writable, write_image, write_json
 from vcagen.guidance import GuidanceConfig, guided_model
 from vcagen.models.transformer import DiffusionTransformer
@@ -47,6 +47,36 @@ def plan_samples(labels: Sequence[int], seed: int, num_classes: int) -> list[Pla
     return [PlannedSample(index=index, seed=seed, label=label) for index, label in enumerate(labels)]
 
 
+def parse_labels(text: str, class_names: Sequence[str]) -> list[int]:
+    """Label ids from `all` or a comma-separated list of ids and class names.
+
+    A name wins over a number. `id:3` and `name:3` say which is meant where both exist and differ.
+
+    Raises:
+        ValueError: something that is neither, or is both.
+    """
+    if text == "all":
+        return list(range(len(class_names)))
+    return [_parse_label(part.strip(), class_names) for part in text.split(",")]
+
+
+def _parse_label(text: str, class_names: Sequence[str]) -> int:
+    kind, _, value = text.rpartition(":") if text.startswith(("id:", "name:")) else ("", "", text)
+    by_name = class_names.index(value) if value in class_names and kind != "id" else None
+    by_id = int(value) if value.removeprefix("-").isdecimal() and kind != "name" else None
+    if by_name is None and by_id is None:
+        shown = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+        raise ValueError(f"label {text!r} is neither a class id nor a class name; the classes are {shown}")
+    if by_name is not None and by_id is not None and by_name != by_id and by_id < len(class_names):
+        raise ValueError(
+            f"label {text!r} is the name of class {by_name} and the id of class {class_names[by_id]!r}; "
+            f"write name:{value} or id:{value}"
+        )
+    label = by_name if by_name is not None else by_id
+    assert label is not None
+    return label
+
+
 @dataclass(frozen=True)
 class Generator:
     """All that turns a plan into images.
@@ -75,9 +105,7 @@ class Generator:
         model_fn = guided_model(self.model, labels, null_label, self.guidance)
         if isinstance(self.objective, DiffusionConfig):
             assert isinstance(self.sampler, DDPMConfig | DDIMConfig)
-            return sample_diffusion(
-                model_fn, noise, generators, self.sampler, self.autoencoder.latent_range
-            )
+            return sample_diffusion(model_fn, noise, generators, self.sampler, self.autoencoder.latent_range)
 
         path, prediction = self.objective.path, self.objective.prediction
 
@@ -114,27 +142,41 @@ class LoadedRun:
     class_names: tuple[str, ...]
     protocol: dict[str, Any]
 
+    def describe(self) -> str:
+        """One line: which weights of which checkpoint, and how they are sampled."""
+        sampler, guidance = self.generator.sampler, self.generator.guidance
+        line = (
+            f"{self.checkpoint}: {self.protocol['weights']} weights at step {self.protocol['step']}, "
+            f"{self.config.model.variant} with {self.config.model.attention.name}; "
+            f"{sampler.name}, {sampler.num_steps} steps, guidance {guidance.scale:g}"
+        )
+        return line
+
 
 def load_run(
-    path: Path, weights: Weights, sampler: SamplerConfig | None, guidance: GuidanceConfig | None, device: str
+    path: Path, weights: Weights = "ema", overrides: Sequence[str] = (), device: str | None = None
 ) -> LoadedRun:
     """Loads a run folder (its newest checkpoint) or a checkpoint folder.
 
-    Objective, prediction type, path and latent space come from the checkpoint; sampler and guidance too, unless
-    given.
+    Objective, prediction type, path and latent space come from the checkpoint; sampler and guidance too, but for
+    `sampler.*` and `guidance.*` overrides. The device is the GPU, if there is one, unless given.
 
     Raises:
         ValueError: what is there cannot be loaded, or cannot be sampled that way.
     """
     checkpoint = resolve_checkpoint(path)
-    config, state = load_run_config(checkpoint), load_state(checkpoint)
-    sampler, guidance = sampler or config.sampler, guidance or config.guidance
-    check_sampler(config.objective.name, sampler)
-    model = load_model(checkpoint, weights).to(device)
+    config = override_sampling(load_run_config(checkpoint), overrides)
+    state = load_state(checkpoint)
+    sampler, guidance = config.sampler, config.guidance
+    model = load_model(checkpoint, weights)
+    try:
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     if guidance.scale != 1 and not model.config.has_null_label:
         raise ValueError(
             f"{checkpoint}: trained with train.label_dropout=0, so it has no null label to be guided with; "
-            "use guidance scale 1"
+            "use guidance.scale=1"
         )
     generator = Generator(model, config.objective, sampler, guidance, IdentityAutoencoder())
     protocol = {
@@ -151,7 +193,12 @@ def load_run(
 
 
 def write_samples(
-    run: LoadedRun, samples: Sequence[PlannedSample], folder: Path, batch_size: int, rank: int, num_processes: int
+    run: LoadedRun,
+    samples: Sequence[PlannedSample],
+    folder: Path,
+    batch_size: int,
+    rank: int,
+    num_processes: int,
 ) -> None:
     """Writes images as `000000.png`, ... and their plan and protocol as `samples.json`; what is there is kept.
 

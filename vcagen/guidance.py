@@ -1,15 +1,13 @@
 """Classifier-free guidance (arXiv 2207.12598): the null label in training, the guided model in sampling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, Field
 
+from vcagen.callables import Model, ModelFn
 from vcagen.seeds import uniform
-
-# (latents (B, C, H, W), timesteps (B,)) -> output (B, C or 2C, H, W)
-ModelFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GuidanceConfig(BaseModel, extra="forbid", frozen=True):
@@ -32,7 +30,7 @@ def drop_labels(
 
 
 def guided_model(
-    model: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    model: Model,
     labels: torch.Tensor,
     null_label: int | None,
     config: GuidanceConfig,

@@ -90,9 +90,7 @@ def noise_from_velocity(c: Coefficients, velocity: torch.Tensor, x: torch.Tensor
     return (ratio * velocity - x) / (ratio * c.d_sigma - c.sigma)
 
 
-def velocity_from(
-    prediction: Prediction, c: Coefficients, output: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor:
+def velocity_from(prediction: Prediction, c: Coefficients, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Velocity (noise to data) from what a model trained on `prediction` returns at x."""
     if prediction == "velocity":
         return output

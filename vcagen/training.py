@@ -6,19 +6,16 @@ restore but weights, optimiser moments and counters.
 
 import contextlib
 import math
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -35,34 +32,13 @@ from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.models.variants import parse_variant
-from vcagen.objectives import build_objective
+from vcagen.objectives import Objective, build_objective
+from vcagen.optimizer import OptimizerTensors, build_optimizer, learning_rate
+from vcagen.resume import resume
 from vcagen.seeds import sample_generator, seed_from, uniform
+from vcagen.signals import Interrupted, stop_signal
 
-# Keys that a resumed run may change; any other would make it another experiment.
-RESUMABLE_KEYS = (
-    "run_dir",
-    "sampler",
-    "guidance",
-    "model.gradient_checkpointing",
-    "train.max_steps",
-    "train.gradient_accumulation_steps",
-    "train.num_workers",
-    "train.log_every",
-    "train.preview_every",
-    "train.preview_images",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.max_bad_steps",
-    "train.trackers",
-)
-
-
-class Interrupted(Exception):  # noqa: N818
-    """A signal asked the run to stop; the checkpoint is written. `exit_code` is 128 + the signal's number."""
-
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
-        self.exit_code = 128 + signal_number
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TrainingImages(Dataset[tuple[torch.Tensor, int, int, int, int]]):
@@ -72,87 +48,35 @@ class TrainingImages(Dataset[tuple[torch.Tensor, int, int, int, int]]):
         self.data = data
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[torch.Tensor, int, int, int, int]:
-        index = key[0]
-        return torch.from_numpy(self.data.image(index)), self.data.label(index), *key
+        index, step, position = key
+        return torch.from_numpy(self.data.image(index)), self.data.label(index), index, step, position
 
 
-def build_model(config: RunConfig, data: ImageData) -> DiffusionTransformer:
-    """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
-    family, shape, patch_size = parse_variant(config.model.variant)
-    channels, height, width = IdentityAutoencoder().latent_shape(data.image_shape)
-    set_seed(seed_from(config.seed, "init") % 2**32)
-    model = DiffusionTransformer(
-        latent_size=(height, width),
-        in_channels=channels,
-        patch_size=config.model.patch_size or patch_size,
-        hidden_size=config.model.hidden_size or shape.hidden_size,
-        depth=config.model.depth or shape.depth,
-        num_heads=config.model.num_heads or shape.num_heads,
-        num_classes=len(data.class_names),
-        has_null_label=config.train.label_dropout > 0,
-        attention=config.model.attention.model_dump(mode="json"),
-    )
-    if config.model.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    return model
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that stay the same from step to step."""
 
+    config: RunConfig
+    accelerator: Accelerator
+    data: ImageData
+    raw_model: DiffusionTransformer
+    model: torch.nn.Module  # raw_model, wrapped where there are several processes
+    ema: AveragedModel
+    optimizer: torch.optim.Optimizer
+    moments: OptimizerTensors
+    objective: Objective
+    autoencoder: IdentityAutoencoder
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of a step, counted from 0: linear warm-up, then constant, or a cosine to 0 at `max_steps`."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    @property
+    def folder(self) -> Path:
+        """Where everything is written."""
+        return Path(self.config.run_dir)
 
-
-def build_optimizer(model: DiffusionTransformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on the weights of linear and convolution layers alone (not embeddings, norms, lambdas)."""
-    decayed = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
-
-
-class OptimizerTensors:
-    """The moments of an AdamW optimiser as named tensors, and back."""
-
-    kinds = ("exp_avg", "exp_avg_sq", "step")
-
-    def __init__(self, model: DiffusionTransformer, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """Tensors by `kind.parameter_name`; empty before the first update."""
-        states = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in self.named)
-        return {f"{kind}.{name}": state[kind] for name, state in states if state for kind in self.kinds}
-
-    def expected(self) -> dict[str, torch.Tensor]:
-        """A tensor of the right shape for each name that `read` returns after an update."""
-        scalar = torch.zeros(())
-        return {
-            f"{kind}.{name}": scalar if kind == "step" else parameter
-            for name, parameter in self.named
-            for kind in self.kinds
-        }
-
-    def write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Puts tensors that `read` returned back."""
-        state = {
-            index: {kind: tensors[f"{kind}.{name}"] for kind in self.kinds}
-            for index, (name, _) in enumerate(self.named)
-        }
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+    @property
+    def ema_model(self) -> DiffusionTransformer:
+        """The averaged weights as a model."""
+        assert isinstance(self.ema.module, DiffusionTransformer)
+        return self.ema.module
 
 
 def train(config: RunConfig) -> None:
@@ -163,10 +87,59 @@ def train(config: RunConfig) -> None:
             row were not finite.
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
-    run_dir = Path(config.run_dir)
+    run, first_step = _prepare(config)
+    accelerator = run.accelerator
+    if first_step >= config.train.max_steps:
+        accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
+        return
+    batches = _batches(run, first_step)
+    metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
+    window = LossWindow(accelerator)
+    bad_steps = 0
+    bar = tqdm(
+        total=config.train.max_steps,
+        initial=first_step,
+        desc="training",
+        unit="step",
+        disable=not accelerator.is_main_process,
+    )
+    with bar, stop_signal(accelerator) as received:
+        for step in range(first_step + 1, config.train.max_steps + 1):
+            bad_steps = 0 if _update(run, step, batches, window) else bad_steps + 1
+            if bad_steps >= config.train.max_bad_steps:
+                raise ValueError(_not_finite_message(run.folder, step, bad_steps))
+            bar.update()
+
+            signal_number = received()
+            is_last = step == config.train.max_steps
+            saves = is_last or bool(signal_number) or step % config.train.checkpoint_every == 0
+            if (saves or step % config.train.log_every == 0) and window.num_samples:
+                row = window.close(step, learning_rate(config.train, step - 1))
+                metrics.write(row)
+                bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
+            if accelerator.is_main_process:
+                if saves and not bad_steps:
+                    _save(run, step)
+                if is_last or step % config.train.preview_every == 0:
+                    _write_preview(run, step)
+            if signal_number:
+                raise Interrupted(signal_number, step)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        plot_losses([run.folder], run.folder / "loss.png")
+        accelerator.print(
+            f"trained to step {config.train.max_steps}\n"
+            f"  {run.folder}/checkpoints: weights, EMA weights and optimiser\n"
+            f"  {run.folder}/previews: grids of EMA samples, from the same noise at every step\n"
+            f"  {run.folder}/loss.png: the loss over the steps, from metrics.jsonl"
+        )
+
+
+def _prepare(config: RunConfig) -> tuple[Run, int]:
+    """Builds and checks everything, resumes if there is a checkpoint; the step to go on from. See `train`."""
+    folder = Path(config.run_dir)
     accelerator = _build_accelerator(config)
-    is_main = accelerator.is_main_process
-    micro_batch_size = _micro_batch_size(config.train, accelerator.num_processes)
+    _micro_batch_size(config.train, accelerator.num_processes)
     data = build_data(config.data)
     raw_model = build_model(config, data)
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
@@ -174,144 +147,67 @@ def train(config: RunConfig) -> None:
     optimizer = build_optimizer(raw_model, config.train)
     moments = OptimizerTensors(raw_model, optimizer)
     num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
-    if is_main:
-        # Two copies of the weights and two moments, for every kept checkpoint and the one being written.
-        require_writable(run_dir, 16 * num_parameters * (config.train.keep_checkpoints + 1))
-    first_step, scaler_state = _resume(config, raw_model, ema, moments, data)
-    if first_step >= config.train.max_steps:
-        accelerator.print(f"{run_dir}: already trained to step {first_step}, train.max_steps is reached")
-        return
-    if is_main:
-        write_text(run_dir / "run.yaml", dump_config(config))
-        accelerator.print(f"data: {data.report}\nclasses: {_class_table(data.class_names)}")
-        accelerator.print(
-            f"model: {config.model.variant}, attention {config.model.attention.name}, "
-            f"{num_parameters:,} parameters; run folder {run_dir}"
-            + (f"; going on from step {first_step}" if first_step else "")
-        )
+    if accelerator.is_main_process:
+        # Two sets of weights and two of moments, in every kept checkpoint and the one being written.
+        require_writable(folder, 16 * num_parameters * (config.train.keep_checkpoints + 1))
+    found = checkpoints.list_checkpoints(folder)
+    first_step, state = 0, {}
+    if found:
+        first_step, newest = found[-1]
+        state = resume(newest, config, data.class_names, raw_model, ema, moments)
+    if accelerator.is_main_process:
+        write_text(folder / "run.yaml", dump_config(config))
+    accelerator.print(
+        f"data: {data.report}; classes {_class_table(data.class_names)}\n"
+        f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
+        f"run folder: {folder}" + (f", going on from step {first_step}" if first_step else "")
+    )
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
-    if accelerator.scaler is not None and scaler_state:
-        accelerator.scaler.load_state_dict(scaler_state)
+    if accelerator.scaler is not None and state.get("scaler"):
+        accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
-
     objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
-    num_micro = config.train.gradient_accumulation_steps
-    order = TrainingOrder(
-        len(data), config.seed, config.train.global_batch_size, micro_batch_size,
-        accelerator.process_index, accelerator.num_processes, first_step, config.train.max_steps,
-    )  # fmt: skip
-    batches = iter(
-        DataLoader(
-            TrainingImages(data),
-            batch_sampler=order,
-            num_workers=config.train.num_workers,
-            pin_memory=accelerator.device.type == "cuda",
-        )
+    return (
+        Run(config, accelerator, data, raw_model, model, ema, optimizer, moments, objective, autoencoder),
+        first_step,
     )
-    preview = Generator(ema.module, config.objective, config.sampler, config.guidance, autoencoder)
-    null_label = len(data.class_names)
-    metrics = MetricsFile(run_dir / "metrics.jsonl", first_step, accelerator)
-    window = LossWindow(accelerator)
-    bad_steps = 0
-    bar = tqdm(
-        total=config.train.max_steps, initial=first_step, desc="training", unit="step", disable=not is_main
-    )
-    with bar, _stop_signal(accelerator) as received:
-        for step in range(first_step, config.train.max_steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config.train, step)
-            sample_ids: list[int] = []
-            step_parts: list[dict[str, torch.Tensor]] = []
-            for micro in range(num_micro):
-                images, labels, indices, steps, positions = next(batches)
-                generators = [
-                    sample_generator(config.seed, "train", int(s), int(p))
-                    for s, p in zip(steps, positions, strict=True)
-                ]
-                images, labels = images.to(accelerator.device), labels.to(accelerator.device)
-                if data.can_mirror:
-                    mirrored = uniform(generators, images.device) < 0.5
-                    images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-                latents = autoencoder.sample_latents(autoencoder.encode(images))
-                if config.train.label_dropout:
-                    labels = drop_labels(labels, config.train.label_dropout, null_label, generators)
-                is_last = micro == num_micro - 1
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    with accelerator.autocast():
-                        output = objective.loss(model, latents, labels, generators)
-                    accelerator.backward(output.loss.mean() / num_micro)
-                step_parts.append({"loss": output.loss.detach(), **output.parts})
-                sample_ids += indices[~torch.isfinite(output.loss.detach()).cpu()].tolist()
-            gradient_norm = accelerator.clip_grad_norm_(
-                model.parameters(), config.train.gradient_clip or math.inf
-            )
-            is_good = bool(torch.isfinite(gradient_norm))  # the same on every process: gradients are averaged
-            if is_good or accelerator.scaler is not None:  # a scaler skips the update itself and lowers its scale
-                optimizer.step()
-            optimizer.zero_grad()
-            step_number = step + 1
-            if is_good:
-                bad_steps = 0
-                ema.update_parameters(raw_model)
-                window.add(step_parts, gradient_norm)
-            else:
-                bad_steps += 1
-                tqdm.write(
-                    f"step {step_number}: loss or gradient is not finite (samples {sample_ids}); update skipped",
-                    file=sys.stderr,
-                )
-                if bad_steps >= config.train.max_bad_steps:
-                    last = checkpoints.list_checkpoints(run_dir)
-                    kept = f"the last good checkpoint is {last[-1][1]}" if last else "no checkpoint was written"
-                    raise ValueError(
-                        f"step {step_number}: {bad_steps} updates in a row were not finite; {kept}; "
-                        "lower train.learning_rate, set train.gradient_clip, or use train.precision=fp32"
-                    )
-            bar.update()
 
-            stop = received()
-            is_end = step_number == config.train.max_steps
-            saves = bool(stop) or is_end or step_number % config.train.checkpoint_every == 0
-            if (saves or step_number % config.train.log_every == 0) and window.num_samples:
-                row = window.close(step_number, optimizer.param_groups[0]["lr"])
-                metrics.write(row)
-                bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
-            if saves and is_main and not bad_steps:
-                state = {
-                    "ema_updates": int(ema.n_averaged) - 1,
-                    "ema_decay": config.train.ema_decay,
-                    "class_names": list(data.class_names),
-                    "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
-                    "torch": torch.__version__,
-                }
-                _save(run_dir, step_number, raw_model, ema, moments, state, config)
-            if is_main and (is_end or step_number % config.train.preview_every == 0):
-                _write_preview(preview, run_dir, step_number, config, len(data.class_names))
-            if stop:
-                raise Interrupted(stop, step_number)
-        accelerator.wait_for_everyone()
-    accelerator.end_training()
-    if is_main:
-        plot_losses([run_dir], run_dir / "loss.png")
-        accelerator.print(
-            f"trained to step {config.train.max_steps}\n"
-            f"  {run_dir}/checkpoints  weights, EMA weights and optimiser\n"
-            f"  {run_dir}/previews     grids of EMA samples from the same noise\n"
-            f"  {run_dir}/loss.png     the loss curve, from metrics.jsonl"
+
+def build_model(config: RunConfig, data: ImageData) -> DiffusionTransformer:
+    """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
+    variant = parse_variant(config.model.variant)
+    channels, height, width = IdentityAutoencoder().latent_shape(data.image_shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_from(config.seed, "init"))
+        model = DiffusionTransformer(
+            latent_size=(height, width),
+            in_channels=channels,
+            patch_size=config.model.patch_size or variant.patch_size,
+            hidden_size=config.model.hidden_size or variant.shape.hidden_size,
+            depth=config.model.depth or variant.shape.depth,
+            num_heads=config.model.num_heads or variant.shape.num_heads,
+            num_classes=len(data.class_names),
+            has_null_label=config.train.label_dropout > 0,
+            attention=config.model.attention.model_dump(mode="json"),
         )
+    if config.model.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return model
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
-    known = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    installed = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     for tracker in config.train.trackers:
-        if tracker not in known:
+        if tracker not in installed:
             raise ValueError(
-                f"train.trackers: {tracker!r} is not installed or not known; installed here: {', '.join(known)}"
+                f"train.trackers: {tracker!r} is not installed or not known; installed here: {', '.join(installed)}"
             )
     if config.train.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU; use bf16 or fp32 on the CPU")
     return Accelerator(
+        # Without this, several processes on a machine without accelerator do not find each other.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision={"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.train.precision],
         log_with=list(config.train.trackers) or None,
         project_dir=config.run_dir,
@@ -322,8 +218,9 @@ def _micro_batch_size(config: TrainConfig, num_processes: int) -> int:
     parts = num_processes * config.gradient_accumulation_steps
     if config.global_batch_size % parts:
         raise ValueError(
-            f"train.global_batch_size={config.global_batch_size} does not divide into {num_processes} processes x "
-            f"{config.gradient_accumulation_steps} train.gradient_accumulation_steps; it must be a multiple of {parts}"
+            f"train.global_batch_size={config.global_batch_size} does not divide into {num_processes} processes "
+            f"times train.gradient_accumulation_steps={config.gradient_accumulation_steps}; "
+            f"it must be a multiple of {parts}"
         )
     return config.global_batch_size // parts
 
@@ -333,110 +230,112 @@ def _class_table(names: Sequence[str]) -> str:
     return shown + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
 
 
-def _resume(
-    config: RunConfig,
-    model: DiffusionTransformer,
-    ema: AveragedModel,
-    moments: OptimizerTensors,
-    data: ImageData,
-) -> tuple[int, dict[str, Any] | None]:
-    """Loads the newest checkpoint, if there is one; returns its step and its loss scaler's state."""
-    found = checkpoints.list_checkpoints(Path(config.run_dir))
-    if not found:
-        return 0, None
-    step, folder = found[-1]
-    _require_same_run(config, checkpoints.load_run_config(folder), folder)
-    state = checkpoints.load_state(folder)
-    for label, (old, new) in enumerate(zip(state["class_names"], data.class_names, strict=False)):
-        if old != new:
-            raise ValueError(f"{folder}: class {label} was {old!r} in training, but is {new!r} in the data now")
-    if len(state["class_names"]) != len(data.class_names):
-        raise ValueError(
-            f"{folder}: trained on {len(state['class_names'])} classes, but the data has {len(data.class_names)} now"
+def _batches(run: Run, first_step: int) -> Iterator[Batch]:
+    """Micro-batches of this process from `first_step` (counted from 0) to the end of the run."""
+    config, accelerator = run.config, run.accelerator
+    order = TrainingOrder(
+        num_samples=len(run.data),
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=_micro_batch_size(config.train, accelerator.num_processes),
+        rank=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        first_step=first_step,
+        max_steps=config.train.max_steps,
+    )
+    return iter(
+        DataLoader(
+            TrainingImages(run.data),
+            batch_sampler=order,
+            num_workers=config.train.num_workers,
+            pin_memory=accelerator.device.type == "cuda",
         )
-    model.load_state_dict(checkpoints.load_model(folder, "model").state_dict())
-    ema.module.load_state_dict(checkpoints.load_model(folder, "ema").state_dict())
-    ema.n_averaged.fill_(state["ema_updates"] + 1)
-    moments.write(checkpoints.load_optimizer_tensors(folder, moments.expected()))
-    return step, state["scaler"]
+    )
 
 
-def _require_same_run(config: RunConfig, before: RunConfig, folder: Path) -> None:
-    def flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in settings.items():
-            if isinstance(value, dict):
-                yield from flatten(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
+def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -> bool:
+    """One optimiser step, counted from 1, over all its micro-batches; False if it was not finite and was skipped."""
+    config, accelerator = run.config.train, run.accelerator
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(config, step - 1)
+    bad_samples: list[int] = []
+    losses: list[dict[str, torch.Tensor]] = []
+    for remaining in reversed(range(config.gradient_accumulation_steps)):
+        images, labels, indices, steps, positions = next(batches)
+        generators = [
+            sample_generator(run.config.seed, "train", int(s), int(p)) for s, p in zip(steps, positions, strict=True)
+        ]
+        latents, labels = _inputs(run, images, labels, generators)
+        # Gradients are averaged over processes once, with the last micro-batch.
+        with accelerator.no_sync(run.model) if remaining else contextlib.nullcontext():
+            with accelerator.autocast():
+                output = run.objective.loss(run.model, latents, labels, generators)
+            accelerator.backward(output.loss.mean() / config.gradient_accumulation_steps)
+        losses.append({"loss": output.loss.detach(), **output.parts})
+        bad_samples += indices[~torch.isfinite(output.loss.detach()).cpu()].tolist()
+    norm = accelerator.clip_grad_norm_(run.model.parameters(), config.gradient_clip or math.inf)
+    is_good = bool(torch.isfinite(norm))  # the same on every process, as the gradients are
+    if is_good or accelerator.scaler is not None:  # a scaler skips the update itself, and lowers its scale
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    if is_good:
+        run.ema.update_parameters(run.raw_model)
+        window.add(losses, norm)
+    else:
+        what = f"the loss of samples {bad_samples}" if bad_samples else "the gradient"
+        tqdm.write(f"step {step}: {what} is not finite; update skipped", file=sys.stderr)
+    return is_good
 
-    old, new = dict(flatten(before.model_dump())), dict(flatten(config.model_dump()))
-    allowed = [key for key in RESUMABLE_KEYS if key != "train.max_steps" or config.train.schedule == "constant"]
-    changed = [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-        and not any(key == name or key.startswith(f"{name}.") for name in allowed)
-    ]
-    if changed:
-        raise ValueError(
-            f"{folder}: this run was trained with other settings ({'; '.join(changed)}); "
-            "put them back, or choose another run_dir"
-        )
+
+def _inputs(
+    run: Run, images: torch.Tensor, labels: torch.Tensor, generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images uint8 (B, C, H, W) and labels (B,) to latents (B, C, H, W) and labels with some dropped."""
+    images, labels = images.to(run.accelerator.device), labels.to(run.accelerator.device)
+    if run.data.can_mirror:
+        mirrored = uniform(generators, images.device) < 0.5
+        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    latents = run.autoencoder.sample_latents(run.autoencoder.encode(images))
+    if run.config.train.label_dropout:
+        labels = drop_labels(labels, run.config.train.label_dropout, run.raw_model.null_label, generators)
+    return latents, labels
 
 
-def _save(
-    run_dir: Path,
-    step: int,
-    model: DiffusionTransformer,
-    ema: AveragedModel,
-    moments: OptimizerTensors,
-    state: dict[str, Any],
-    config: RunConfig,
-) -> None:
-    """A checkpoint; a disk that refuses costs a message, and the next interval tries again."""
+def _not_finite_message(folder: Path, step: int, bad_steps: int) -> str:
+    found = checkpoints.list_checkpoints(folder)
+    kept = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint was written yet"
+    return (
+        f"step {step}: {bad_steps} updates in a row were not finite; {kept}; "
+        "lower train.learning_rate, set train.gradient_clip, or use train.precision=fp32"
+    )
+
+
+def _save(run: Run, step: int) -> None:
+    """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again."""
+    scaler = run.accelerator.scaler
+    state = {
+        "ema_updates": int(run.ema.n_averaged) - 1,
+        "ema_decay": run.config.train.ema_decay,
+        "class_names": list(run.data.class_names),
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "torch": torch.__version__,
+    }
     try:
-        checkpoints.save_checkpoint(run_dir, step, model, ema.module, moments.read(), state, config)
-    except OSError as error:
-        tqdm.write(
-            f"step {step}: no checkpoint written ({error}); the one before is as it was", file=sys.stderr
+        checkpoints.save_checkpoint(
+            run.folder, step, run.raw_model, run.ema_model, run.moments.read(), state, run.config
         )
+    except (OSError, SafetensorError) as error:
+        tqdm.write(f"step {step}: no checkpoint written ({error}); the one before is as it was", file=sys.stderr)
 
 
-def _write_preview(
-    generator: Generator, run_dir: Path, step: int, config: RunConfig, num_classes: int
-) -> None:
+def _write_preview(run: Run, step: int) -> None:
     """EMA samples of the first classes, from the same noise at every step."""
+    config, num_classes = run.config, len(run.data.class_names)
     columns = min(num_classes, 10)
     labels = [index % columns for index in range(config.train.preview_images)]
+    generator = Generator(run.ema_model.eval(), config.objective, config.sampler, config.guidance, run.autoencoder)
     samples = plan_samples(labels, config.seed, num_classes)
-    generator.model.eval()
-    images = np.stack([image for _, image in generator.images(samples, 64, progress=False)])
-    folder = run_dir / "previews"
+    images = np.stack([image for _, image in generator.images(samples, batch_size=64, progress=False)])
+    folder = run.folder / "previews"
     folder.mkdir(exist_ok=True)
     write_grid(folder / f"step_{step:07d}.png", images, columns)
-
-
-@contextlib.contextmanager
-def _stop_signal(accelerator: Accelerator) -> Iterator[Any]:
-    """Turns the first SIGINT or SIGTERM into a number that all processes agree on; a second SIGINT kills."""
-    received = 0
-
-    def remember(number: int, _: FrameType | None) -> None:
-        nonlocal received
-        if received and number == signal.SIGINT:
-            os._exit(128 + number)
-        received = number
-
-    def agreed() -> int:
-        if accelerator.num_processes == 1:
-            return received
-        flag = torch.tensor(received, device=accelerator.device)
-        return int(accelerator.gather(flag[None]).max())
-
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, remember) for number in handled}
-    try:
-        yield agreed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

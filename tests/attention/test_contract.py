@@ -23,9 +23,7 @@ from vcagen.attention import (
     parse_attention,
 )
 
-EVERY_BACKEND = pytest.mark.parametrize(
-    "config", [kind() for kind in BACKENDS], ids=lambda config: config.name
-)
+EVERY_BACKEND = pytest.mark.parametrize("config", [kind() for kind in BACKENDS], ids=lambda config: config.name)
 
 SETTINGS: list[dict[str, object]] = [
     *({"name": kind().name, "value_conv": on} for kind in BACKENDS for on in (False, True)),
@@ -48,9 +46,7 @@ def label(settings: dict[str, object]) -> str:
     return "-".join(f"{value}".replace(" ", "") for value in settings.values())
 
 
-EVERY_SETTING = pytest.mark.parametrize(
-    "config", [parse_attention(s) for s in SETTINGS], ids=map(label, SETTINGS)
-)
+EVERY_SETTING = pytest.mark.parametrize("config", [parse_attention(s) for s in SETTINGS], ids=map(label, SETTINGS))
 
 
 def test_every_backend_is_covered() -> None:
@@ -155,8 +151,7 @@ def test_head_count_must_divide_the_width(config: AttentionConfig) -> None:
 @EVERY_BACKEND
 def test_value_conv_adds_ten_parameters_a_channel(config: AttentionConfig) -> None:
     on, off = (
-        build_attention(config.model_copy(update={"value_conv": each}), 24, 4, (3, 4), 0)
-        for each in (True, False)
+        build_attention(config.model_copy(update={"value_conv": each}), 24, 4, (3, 4), 0) for each in (True, False)
     )
     assert count_parameters(on) - count_parameters(off) == 10 * 24
 

@@ -17,9 +17,7 @@ HEAD_DIM = HIDDEN_SIZE // HEADS
 def norm_input(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """What reaches the norm, (B, heads/2, N, 2d), and the module's output."""
     seen: list[Tensor] = []
-    handle = module.get_submodule("norm").register_forward_pre_hook(
-        lambda _module, args: seen.append(args[0])
-    )
+    handle = module.get_submodule("norm").register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     out = module(x)
     handle.remove()
     return seen[0], out
@@ -35,9 +33,7 @@ def set_exponents(module: nn.Module, first: float, second: float) -> None:
 
 @pytest.mark.parametrize("layer_index", [0, 3])
 @pytest.mark.parametrize("value_conv", [False, True])
-def test_without_the_second_map_it_is_plain_attention_normed_and_scaled(
-    layer_index: int, value_conv: bool
-) -> None:
+def test_without_the_second_map_it_is_plain_attention_normed_and_scaled(layer_index: int, value_conv: bool) -> None:
     config = DifferentialConfig(value_conv=value_conv)
     module = randomised(config, num_heads=HEADS, layer_index=layer_index).double()
     start = 0.8 - 0.6 * math.exp(-0.3 * layer_index)

@@ -58,15 +58,11 @@ for kind in ("joint", "separate"):
         f"vca-{kind}-same-grid": vca_case((3, 4), contrast_grid=(3, 4), stage2_softmax=kind),
         f"vca-{kind}-one-row": vca_case((1, 4), stage2_softmax=kind),
         # One contrast value only: lambda2 scales it, so it acts through the norm's epsilon alone.
-        f"vca-{kind}-one-contrast-token": vca_case(
-            contrast_grid=(1, 1), small_values=True, stage2_softmax=kind
-        ),
+        f"vca-{kind}-one-contrast-token": vca_case(contrast_grid=(1, 1), small_values=True, stage2_softmax=kind),
         f"vca-{kind}-no-conv": vca_case(value_conv=False, stage2_softmax=kind),
         f"vca-{kind}-stage1-off": vca_case(stage1_differential=False, stage2_softmax=kind),
         f"vca-{kind}-stage2-off": vca_case(stage2_differential=False, stage2_softmax=kind),
-        f"vca-{kind}-both-off": vca_case(
-            stage1_differential=False, stage2_differential=False, stage2_softmax=kind
-        ),
+        f"vca-{kind}-both-off": vca_case(stage1_differential=False, stage2_differential=False, stage2_softmax=kind),
     }
     for positive in ("pool", "embedding", "pool+embedding"):
         for negative in ("pool", "embedding", "pool+embedding"):

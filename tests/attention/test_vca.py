@@ -78,9 +78,7 @@ def test_only_used_weights_exist(stage1: bool, stage2: bool) -> None:
 def captured(module: nn.Module, x: Tensor, path: str) -> tuple[Tensor, Tensor]:
     """What goes into and out of a submodule."""
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = module.get_submodule(path).register_forward_hook(
-        lambda _m, args, out: seen.append((args[0], out))
-    )
+    handle = module.get_submodule(path).register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
     module(x)
     handle.remove()
     return seen[0]
@@ -173,9 +171,7 @@ def test_without_windows_the_layout_does_not_matter() -> None:
 
 @pytest.mark.parametrize("kind", ["joint", "separate"])
 def test_cancelling_streams_stay_finite(kind: str) -> None:
-    config = VCAConfig.model_validate(
-        {"stage2_softmax": kind, "positive_stream": "pool", "negative_stream": "pool"}
-    )
+    config = VCAConfig.model_validate({"stage2_softmax": kind, "positive_stream": "pool", "negative_stream": "pool"})
     module, x = randomised(config), random_tokens().requires_grad_()
     with torch.no_grad():
         for name in ("lambda1", "lambda2"):

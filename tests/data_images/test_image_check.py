@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
+from tests.data_images.image_helpers import OddFiles
 
-from tests.data_images.helpers import OddFiles
 from vcagen.data.images import check_images, walk_class_folders, walk_images
 
 
@@ -54,10 +54,7 @@ def test_a_long_list_is_cut(odd_files: OddFiles) -> None:
 
 def test_more_files_than_one_batch(odd_files: OddFiles) -> None:
     single = odd_files.root / "other/single.png"
-    assert (
-        list(check_images([odd_files.bad[0], *[single] * 1100, odd_files.bad[1]], "skip"))
-        == odd_files.bad[:2]
-    )
+    assert list(check_images([odd_files.bad[0], *[single] * 1100, odd_files.bad[1]], "skip")) == odd_files.bad[:2]
 
 
 def test_nothing_but_bad_files_is_an_error_even_when_skipping(odd_files: OddFiles) -> None:

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data_images.image_helpers import OddFiles
 from PIL import Image
 
-from tests.data_images.helpers import OddFiles
 from vcagen.data.images import decode_image, sort_class_names, walk_class_folders, walk_images
 
 
@@ -73,9 +73,7 @@ def test_linked_class_folders_are_followed(tmp_path: Path) -> None:
     write_image(tmp_path / "all/n01/a.png")
     (tmp_path / "some").mkdir()
     (tmp_path / "some/n01").symlink_to(tmp_path / "all/n01")
-    assert [file.path for file in walk_class_folders(tmp_path / "some").files] == [
-        tmp_path / "some/n01/a.png"
-    ]
+    assert [file.path for file in walk_class_folders(tmp_path / "some").files] == [tmp_path / "some/n01/a.png"]
 
 
 def test_a_link_upwards_does_not_repeat_images(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_scaled_points_prove_the_divisor_n_minus_1():
     assert distance_of(SQUARE, 2 * SQUARE) == pytest.approx(2 + 8 / 3, abs=1e-6)
 
 
-@pytest.mark.parametrize(("n", "dimension"), [(20, 100), (101, 100), (500, 100), (100, 2048)])
+@pytest.mark.parametrize(("n", "dimension"), [(20, 100), (101, 100), (500, 100), (100, 512)])
 def test_identical_statistics_are_at_distance_0(n, dimension):
     features = np.random.default_rng(n).standard_normal((n, dimension))
     assert distance_of(features, features) < 1e-5

@@ -216,9 +216,7 @@ def vca(
                         first, second = attention_map(query, positives), attention_map(query, negatives)
                     weight = lambda_weight(params, "lambda2", layer_index)
                     weights = [a - weight * b for a, b in zip(first, second, strict=True)]
-                outputs.append(
-                    scale * rms_norm(weighted_sum(weights, contrast_values), params["norm2.weight"])
-                )
+                outputs.append(scale * rms_norm(weighted_sum(weights, contrast_values), params["norm2.weight"]))
             heads.append(outputs)
         images.append(project(heads, v, grid, value_conv, params))
     return torch.stack(images)

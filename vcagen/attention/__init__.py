@@ -5,7 +5,7 @@ A backend is one file: a pydantic config with a literal `name`, and a module bui
 N = height * width of `grid_size`, row by row. The grid is given at construction; nothing infers it from N.
 """
 
-from typing import Annotated, cast
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 from torch import nn
@@ -25,7 +25,8 @@ BACKENDS: dict[type, type[nn.Module]] = {
 
 def parse_attention(settings: dict[str, object]) -> AttentionConfig:
     """The config for plain settings such as `{"name": "vca", "contrast_grid": [4, 4]}`; a `ValueError` if wrong."""
-    return cast(AttentionConfig, TypeAdapter(AttentionConfig).validate_python(settings))
+    adapter: TypeAdapter[AttentionConfig] = TypeAdapter(AttentionConfig)
+    return adapter.validate_python(settings)
 
 
 def build_attention(

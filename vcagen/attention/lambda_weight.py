@@ -5,7 +5,7 @@ from torch import nn
 
 
 def lambda_init(layer_index: int) -> float:
-    """Starting weight of the subtracted map: 0.2 in layer 0, towards 0.8 in deep ones (arXiv 2410.05258, section 2.1)."""
+    """Starting weight of the subtracted map: 0.2 in layer 0, towards 0.8 deeper (arXiv 2410.05258, section 2.1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
 
 

@@ -43,9 +43,7 @@ class VCAConfig(BaseModel, extra="forbid", frozen=True):
     negative_stream: Stream = "pool+embedding"
 
 
-def resolve_contrast_grid(
-    contrast_grid: tuple[int, int] | None, grid_size: tuple[int, int]
-) -> tuple[int, int]:
+def resolve_contrast_grid(contrast_grid: tuple[int, int] | None, grid_size: tuple[int, int]) -> tuple[int, int]:
     """The contrast grid in use: as given, or half the token grid on each side, at least 1 and at most 8.
 
     Raises:
@@ -73,7 +71,12 @@ class VCA(nn.Module):
     """
 
     def __init__(
-        self, config: VCAConfig, hidden_size: int, num_heads: int, grid_size: tuple[int, int], layer_index: int
+        self,
+        config: VCAConfig,
+        hidden_size: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        layer_index: int,
     ) -> None:
         super().__init__()
         self.config = config

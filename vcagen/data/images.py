@@ -24,9 +24,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
 
-IMAGE_SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-)
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 # A suffix may name the wrong format of these (ImageNet has a PNG called .JPEG), but none beyond them: Pillow
 # hands some others to external programs.
@@ -107,7 +105,7 @@ def walk_class_folders(root: Path) -> ImageTree:
         entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
     label_of = {name: label for label, name in enumerate(class_names)}
-    files = [ImageFile(path, label_of[path.relative_to(root).parts[0]]) for path in images]
+    files = [ImageFile(path, label_of[path.parts[len(root.parts)]]) for path in images]
     files.sort(key=lambda file: file.label)  # stable: images of a class stay ordered by path
     kept = {file.label for file in files}
     empty = [str(root / name) for name in class_names if label_of[name] not in kept]
@@ -149,6 +147,8 @@ def decode_image(path: Path) -> np.ndarray:
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:
     """Resize and crop to a square as ADM does: halve while possible, bicubic to `size`, keep the centre.
+
+    Images more than twice as high as wide come out a little different under Pillow before 13.
 
     Args:
         image: uint8 (H, W, 3) of any size.
@@ -208,7 +208,7 @@ def _images_and_others(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
             raise ValueError(f"{folder} is a link to a folder above it: remove the link")
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    files.sort(key=lambda path: path.relative_to(root).as_posix())
+    files.sort(key=Path.as_posix)  # all start with root
     images = tuple(path for path in files if path.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise ValueError(f"no images below {root}: give a folder of {' '.join(sorted(IMAGE_SUFFIXES))}")

@@ -29,15 +29,13 @@ def position_table(hidden_size: int, grid_size: tuple[int, int]) -> torch.Tensor
 def timestep_embedding(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
     """[cos, sin] of timesteps (B,) at dim / 2 frequencies from 1 down to nearly 1 / 10000: (B, dim), float32."""
     half = dim // 2
-    frequencies = torch.exp(
-        -math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device) / half
-    )
+    frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device) / half)
     angles = timesteps[:, None].float() * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x (B, N, C) times 1 + scale plus shift, (B, C) each."""
+    """X (B, N, C) times 1 + scale plus shift, (B, C) each."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -67,7 +65,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
         """See the class."""
         frequencies = timestep_embedding(timesteps, self.frequency_dim)
-        return self.mlp(frequencies.to(self.mlp[0].weight.dtype))
+        return self.mlp(frequencies.to(next(self.mlp.parameters()).dtype))
 
 
 class LabelEmbedder(nn.Module):

@@ -65,9 +65,7 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
                 f"both sides must be multiples of {patch_size}"
             )
         if hidden_size % 4:
-            raise ValueError(
-                f"model.hidden_size={hidden_size} is not a multiple of 4, as position codes need"
-            )
+            raise ValueError(f"model.hidden_size={hidden_size} is not a multiple of 4, as position codes need")
         self.gradient_checkpointing = False
         self.patch_size = patch_size
         self.grid_size = (height // patch_size, width // patch_size)
@@ -91,16 +89,16 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        patch_projection = self.x_embedder.proj
-        nn.init.xavier_uniform_(patch_projection.weight.view(patch_projection.weight.shape[0], -1))
-        nn.init.zeros_(patch_projection.bias)
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
-        for block in self.blocks:
-            nn.init.zeros_(block.adaLN_modulation[1].weight)
-        nn.init.zeros_(self.final_layer.adaLN_modulation[1].weight)
-        nn.init.zeros_(self.final_layer.linear.weight)
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for weight in (layer.weight for layer in self.t_embedder.mlp if isinstance(layer, nn.Linear)):
+            nn.init.normal_(weight, std=0.02)
+        patch_weight, patch_bias = self.x_embedder.proj.parameters()
+        nn.init.xavier_uniform_(patch_weight.flatten(1))
+        nn.init.zeros_(patch_bias)
+        zeroed = [m.adaLN_modulation for m in self.modules() if isinstance(m, TransformerBlock | FinalLayer)]
+        for parameter in nn.ModuleList([*zeroed, self.final_layer.linear]).parameters():
+            nn.init.zeros_(parameter)
 
     @property
     def null_label(self) -> int:
@@ -112,9 +110,7 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
             )
         return self.config.num_classes
 
-    def forward(
-        self, latents: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Predicts from noised latents.
 
         Args:

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from pydantic import BaseModel
 
-from vcagen.objectives.output import Model, ObjectiveOutput, mean_per_sample
+from vcagen.callables import Model
+from vcagen.objectives.output import ObjectiveOutput, mean_per_sample
 from vcagen.seeds import normal, uniform
 
 NUM_TRAIN_TIMESTEPS = 1000
@@ -70,9 +71,7 @@ class DiffusionObjective:
         vb = self._variational_bound(latents, x_t, timesteps, epsilon.detach(), variance)
         return ObjectiveOutput(mse + vb, {"mse": mse, "vb": vb})
 
-    def add_noise(
-        self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-    ) -> torch.Tensor:
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """x_t (B, C, H, W) = sqrt(alphas_cumprod) latents + sqrt(1 - alphas_cumprod) noise."""
         signal = self._at(self.alphas_cumprod.sqrt(), timesteps, latents)
         return signal * latents + self._at((1 - self.alphas_cumprod).sqrt(), timesteps, latents) * noise
@@ -113,9 +112,7 @@ class DiffusionObjective:
         return bits / math.log(2)
 
 
-def discretized_gaussian_log_likelihood(
-    x: torch.Tensor, mean: torch.Tensor, log_scale: torch.Tensor
-) -> torch.Tensor:
+def discretized_gaussian_log_likelihood(x: torch.Tensor, mean: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
     """Log-likelihood in nats, elementwise, of x in [-1, 1] on 256 levels (arXiv 2006.11239, equation 13).
 
     The normal distribution function is the tanh approximation that published DiT losses use.

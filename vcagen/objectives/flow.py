@@ -5,8 +5,9 @@ import torch
 from pydantic import BaseModel, model_validator
 
 from vcagen import interpolants
+from vcagen.callables import Model
 from vcagen.interpolants import Path, Prediction
-from vcagen.objectives.output import Model, ObjectiveOutput, mean_per_sample
+from vcagen.objectives.output import ObjectiveOutput, mean_per_sample
 from vcagen.seeds import normal, uniform
 
 

@@ -1,10 +1,6 @@
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-
-# (noised latents (B, C, H, W), timesteps (B,), labels (B,)) -> output (B, C or 2C, H, W)
-Model = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from pydantic import BaseModel, Field
 
-from vcagen.guidance import ModelFn
+from vcagen.callables import ModelFn
 from vcagen.samplers.checks import require_finite
 
 Steps = Annotated[int, Field(ge=1, le=1000)]
 
 
 class DDPMConfig(BaseModel, extra="forbid", frozen=True):
-    """Ancestral sampling (arXiv 2006.11239) with learned variance, respaced as DiT does: timesteps 0 and 999 included."""
+    """Ancestral sampling (arXiv 2006.11239), learned variance, respaced as DiT does: 0 and 999 are included."""
 
     name: Literal["ddpm"] = "ddpm"
     num_steps: Steps = 250

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, Field
 
-from vcagen.guidance import ModelFn
+from vcagen.callables import ModelFn
 from vcagen.samplers.checks import require_finite
 
 Steps = Annotated[int, Field(ge=1)]

@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from vcagen import interpolants
-from vcagen.guidance import ModelFn
+from vcagen.callables import ModelFn
 from vcagen.interpolants import Coefficients, Path
 from vcagen.samplers.checks import require_finite
 from vcagen.seeds import normal

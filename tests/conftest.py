@@ -1,0 +1,55 @@
+import os
+from pathlib import Path
+
+# One thread: the same sums in every test and process, and no contention between test processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vcagen.models.transformer import DiffusionTransformer
+
+torch.set_num_threads(1)
+
+DATA = Path(__file__).parent / "data"
+ORACLE_SHAPE = {"latent_size": (8, 8), "hidden_size": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest expected value."""
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def fill_with_noise(model: torch.nn.Module, std: float = 0.1) -> torch.nn.Module:
+    """Random values in every parameter: DiT's zero-initialised layers would hide everything."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "pos_embed":
+                parameter.add_(std * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tiny_model(**settings: object) -> DiffusionTransformer:
+    """A two-block model of noise: latents (4, 8, 8), 10 classes, unless `settings` say otherwise."""
+    torch.manual_seed(0)
+    shape = {"latent_size": (8, 8), "hidden_size": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+    model = DiffusionTransformer(**(shape | settings))  # type: ignore[arg-type]
+    fill_with_noise(model)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def dit_oracle_model() -> DiffusionTransformer:
+    model = DiffusionTransformer(**ORACLE_SHAPE)  # type: ignore[arg-type]
+    model.load_state_dict(load_file(DATA / "dit_weights.safetensors"))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def sit_oracle_model() -> DiffusionTransformer:
+    model = DiffusionTransformer(**ORACLE_SHAPE)  # type: ignore[arg-type]
+    model.load_state_dict(load_file(DATA / "sit_weights.safetensors"))
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import DATA, relative_error
+from vcagen.guidance import GuidanceConfig, guided_model
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.objectives import DiffusionConfig, DiffusionObjective
+from vcagen.samplers.diffusion import DDIMConfig, DDPMConfig, sample_diffusion
+
+ORACLE = load_file(DATA / "diffusion_sampling.safetensors")
+
+
+class ReplayedNoise:
+    """Stands in for the generators: the official loop's noises, one per step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        noises = iter(ORACLE["ddpm_noises"])
+        module = "diffusers.schedulers.scheduling_ddpm.randn_tensor"
+        monkeypatch.setattr(module, lambda *_, **__: next(noises))
+
+
+@pytest.mark.parametrize(("scale", "name"), [(1.0, "ddpm_final"), (4.0, "ddpm_cfg_4.0_final")])
+def test_ddpm_equals_the_official_loop(
+    dit_oracle_model: DiffusionTransformer, monkeypatch: pytest.MonkeyPatch, scale: float, name: str
+) -> None:
+    ReplayedNoise(monkeypatch)
+    seen: list[int] = []
+    model_fn = guided_model(dit_oracle_model, ORACLE["y"], 10, GuidanceConfig(scale=scale, channels=3))
+
+    def watched(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        seen.append(int(t[0]))
+        return model_fn(x, t)
+
+    final = sample_diffusion(watched, ORACLE["x_T"], [], DDPMConfig(num_steps=10))
+    assert relative_error(final, ORACLE[name]) < 1e-4
+    assert sorted(seen) == sorted(ORACLE["timesteps_used"].tolist())
+
+
+def exact_model(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The optimal epsilon, and the largest variance, for data N(2, 0.5^2)."""
+    alphas_cumprod = DiffusionObjective(DiffusionConfig()).alphas_cumprod[t].reshape(-1, 1, 1, 1)
+    variance = alphas_cumprod * 0.25 + 1 - alphas_cumprod
+    epsilon = (1 - alphas_cumprod).sqrt() * (x - alphas_cumprod.sqrt() * 2.0) / variance
+    return torch.cat([epsilon, torch.zeros_like(epsilon)], dim=1).float()
+
+
+@pytest.mark.parametrize("config", [DDPMConfig(num_steps=250), DDIMConfig(num_steps=250)])
+def test_exact_model_reaches_the_gaussian(config: DDPMConfig | DDIMConfig) -> None:
+    noise = torch.randn(1, 20_000, 1, 1, generator=torch.Generator().manual_seed(0))
+    final = sample_diffusion(exact_model, noise, [torch.Generator().manual_seed(1)], config)
+    assert final.mean().item() == pytest.approx(2.0, abs=0.03)
+    assert final.std().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_each_sample_has_its_own_noise_at_every_step() -> None:
+    def run(rows: list[int]) -> torch.Tensor:
+        noise = torch.zeros(len(rows), 1, 2, 2)
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        return sample_diffusion(exact_model, noise, generators, DDPMConfig(num_steps=5))
+
+    together = run([0, 1, 2])
+    assert torch.equal(together[1:2], run([1]))
+    assert not torch.equal(together[0], together[1])
+
+
+def test_clipping_bounds_what_the_model_predicts_and_is_off_by_default() -> None:
+    def wild(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([-50 * torch.ones_like(x), torch.zeros_like(x)], dim=1)
+
+    noise = torch.zeros(1, 1, 2, 2)
+    clipped = sample_diffusion(wild, noise, [], DDIMConfig(num_steps=10), clip_range=1.0)
+    assert clipped.abs().max() <= 1
+    assert sample_diffusion(wild, noise, [], DDIMConfig(num_steps=10)).abs().max() > 1

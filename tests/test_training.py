@@ -1,0 +1,335 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
+from vcagen import training
+from vcagen.checkpoint import list_checkpoints
+from vcagen.training import train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
+    train(tiny_config(run_dir))
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    """Losses, weights, EMA and optimiser are bit-equal."""
+    assert losses(run_dir) == losses(reference)
+    step, checkpoint = list_checkpoints(run_dir)[-1]
+    reference_step, reference_checkpoint = list_checkpoints(reference)[-1]
+    assert step == reference_step
+    ours, theirs = tensors_of(checkpoint), tensors_of(reference_checkpoint)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_run_leaves_everything_behind(finished: Path) -> None:
+    assert sorted(losses(finished)) == list(range(1, 13))
+    assert [step for step, _ in list_checkpoints(finished)] == [8, 12]  # keep_checkpoints=2
+    assert (finished / "run.yaml").read_text() == (finished / "checkpoints/step_0000012/run.yaml").read_text()
+    for picture in ["loss.png", "previews/step_0000012.png"]:
+        assert Image.open(finished / picture).size[0] > 50
+    assert not [path for path in finished.rglob("*") if path.suffix in (".pkl", ".bin", ".pt")]
+    assert not list((finished / "checkpoints").glob(".*"))
+
+
+def test_weights_ema_and_optimiser_all_move(finished: Path) -> None:
+    tensors = tensors_of(finished / "checkpoints/step_0000012")
+    name = "blocks.1.attn.qkv.weight"
+    raw = tensors[f"model/diffusion_pytorch_model.safetensors:{name}"]
+    ema = tensors[f"ema/diffusion_pytorch_model.safetensors:{name}"]
+    assert 0 < (raw - ema).abs().max() < 0.1
+    assert tensors[f"optimizer.safetensors:exp_avg.{name}"].abs().max() > 0
+    assert tensors[f"optimizer.safetensors:step.{name}"] == 12
+
+
+def test_ema_is_the_plain_recursion_from_the_initial_weights(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "train.checkpoint_every=1", "train.keep_checkpoints=9", "train.max_steps=5")
+    train(config)
+    name = "final_layer.linear.weight"
+    expected = torch.zeros(8, 32)  # DiT's initial value of this layer
+    for step in range(1, 6):
+        tensors = tensors_of(tmp_path / f"checkpoints/step_{step:07d}")
+        expected = 0.99 * expected + 0.01 * tensors[f"model/diffusion_pytorch_model.safetensors:{name}"]
+        assert torch.allclose(tensors[f"ema/diffusion_pytorch_model.safetensors:{name}"], expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("overrides", [(), ("train.num_workers=2",)], ids=["no workers", "two workers"])
+def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert run_train(tmp_path, "train.max_steps=4", *overrides).returncode == 0
+    result = run_train(tmp_path, *overrides)
+    assert "going on from step 4" in result.stdout
+    assert_same_run(tmp_path, finished)
+
+
+def test_resume_crosses_the_end_of_an_epoch(tmp_path: Path) -> None:
+    # 1,797 digits in batches of 599: epochs end after steps 3, 6, ...
+    settings = ("train.global_batch_size=599", "train.max_steps=7", "train.checkpoint_every=1")
+    train(tiny_config(tmp_path / "straight", *settings))
+    for max_steps in (2, 3, 5, 7):
+        train(tiny_config(tmp_path / "resumed", *settings, f"train.max_steps={max_steps}"))
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_kill_minus_nine_loses_only_what_came_after_the_checkpoint(finished: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(train_command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "checkpoints/step_0000004").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    # As if the kill had come in the middle of a line and of a checkpoint.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    (tmp_path / "checkpoints/.step_0000008").mkdir(exist_ok=True)
+    assert run_train(tmp_path).returncode == 0
+    assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_write_a_checkpoint_and_the_run_goes_on(tmp_path: Path, number: int, exit_code: int) -> None:
+    settings = ("train.max_steps=4000", "train.checkpoint_every=4000", "train.preview_every=4000")
+    process = subprocess.Popen(
+        train_command(tmp_path, *settings), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == exit_code
+    (step, _), *more = list_checkpoints(tmp_path)
+    assert not more
+    assert f"stopped by {signal.Signals(number).name} after step {step}; the same command goes on" in errors
+    train(tiny_config(tmp_path, f"train.max_steps={step + 2}"))
+    assert sorted(losses(tmp_path)) == list(range(1, step + 3))
+
+
+def test_accumulation_changes_no_update(finished: Path, tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "train.gradient_accumulation_steps=4"))
+    plain, accumulated = losses(finished), losses(tmp_path)
+    assert accumulated.keys() == plain.keys()
+    for step in plain:
+        assert accumulated[step] == pytest.approx(plain[step], rel=1e-5)
+
+
+def test_two_processes_train_like_one(finished: Path, tmp_path: Path) -> None:
+    result = run_train(tmp_path, processes=2)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for step, loss in losses(finished).items():
+        assert losses(tmp_path)[step] == pytest.approx(loss, rel=1e-5)
+    for name, tensor in tensors_of(list_checkpoints(tmp_path)[-1][1]).items():
+        assert "module." not in name
+        assert torch.isfinite(tensor).all()
+
+
+def test_printed_loss_is_the_mean_since_the_last_print(finished: Path, tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "train.log_every=5"))
+    every = losses(finished)
+    rows = losses(tmp_path)
+    borders = [0, 4, 5, 8, 10, 12]  # a checkpoint closes a window too
+    assert list(rows) == borders[1:]
+    for start, end in zip(borders, borders[1:], strict=False):
+        expected = sum(every[step] for step in range(start + 1, end + 1)) / (end - start)
+        assert rows[end] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["mhsa", "vca", "differential"])
+@pytest.mark.parametrize("variant", ["DiT-tiny/2", "SiT-tiny/2"])
+def test_every_attention_and_objective_learns(tmp_path: Path, variant: str, attention: str) -> None:
+    sampler = "ddim" if variant.startswith("DiT") else "euler"
+    overrides = (
+        *(f"model.variant={variant}", f"sampler.name={sampler}", f"model.attention.name={attention}"),
+        *("sampler.num_steps=2", "train.max_steps=60", "train.global_batch_size=16", "train.learning_rate=3e-3"),
+        *("train.checkpoint_every=60", "train.preview_every=60"),
+    )
+    train(tiny_config(tmp_path, *overrides))
+    values = list(losses(tmp_path).values())
+    assert sum(values[-10:]) < 0.75 * sum(values[:10])
+
+
+def test_bf16_trains_and_keeps_float32_weights(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "train.precision=bf16", "train.max_steps=3"))
+    tensors = tensors_of(list_checkpoints(tmp_path)[-1][1])
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_gradient_checkpointing_changes_no_loss(finished: Path, tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "model.gradient_checkpointing=true"))
+    assert losses(tmp_path) == losses(finished)
+
+
+class NanFrom:
+    """An objective whose loss is not finite in some steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
+        build = training.build_objective
+        step = 0
+
+        def build_broken(config: object) -> object:
+            objective = build(config)  # type: ignore[arg-type]
+            original = objective.loss
+
+            def loss(*arguments: object) -> object:
+                nonlocal step
+                step += 1
+                output = original(*arguments)  # type: ignore[arg-type]
+                if step in bad_steps:
+                    output.loss.data[2] = float("nan")
+                    output.loss.register_hook(lambda gradient: gradient * float("nan"))
+                return output
+
+            objective.loss = loss  # type: ignore[method-assign, assignment]
+            return objective
+
+        monkeypatch.setattr(training, "build_objective", build_broken)
+
+
+def test_lasting_nan_stops_the_run_with_the_last_checkpoint_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    NanFrom(monkeypatch, set(range(6, 1000)))
+    with pytest.raises(ValueError, match=r"step 8: 3 updates in a row were not finite; .*step_0000004"):
+        train(tiny_config(tmp_path, "train.max_bad_steps=3"))
+    assert "step 6: the loss of samples [" in capsys.readouterr().err
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [4]
+    for tensor in tensors_of(tmp_path / "checkpoints/step_0000004").values():
+        assert torch.isfinite(tensor).all()
+
+
+def test_one_bad_batch_costs_one_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    NanFrom(monkeypatch, {6})
+    train(tiny_config(tmp_path))
+    tensors = tensors_of(tmp_path / "checkpoints/step_0000012")
+    assert tensors["optimizer.safetensors:step.x_embedder.proj.bias"] == 11
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
+
+
+def test_a_full_disk_during_a_save_keeps_the_one_before(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file = training.checkpoints.save_file
+    calls = 0
+
+    def full(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        save_file(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training.checkpoints, "save_file", full)
+    train(tiny_config(tmp_path))
+    assert "step 8: no checkpoint written" in capsys.readouterr().err
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [4, 12]
+    assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.hidden_size=34", "model.num_heads=4"], "hidden_size=34 is not divisible by model.num_heads=4"),
+        (["model.attention.contrast_grid=[5,2]"], "contrast_grid=[5, 2] is larger than the token grid [4, 4]"),
+        (["model.patch_size=3"], "8x8 do not divide into patches of 3x3"),
+        (["train.gradient_accumulation_steps=3"], "global_batch_size=8 does not divide"),
+        (["train.trackers=[wandb9]"], "'wandb9' is not installed or not known"),
+        (["train.precision=fp16"], "fp16 needs a GPU"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_run_folder_is_made(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(ValueError, match=r".") as error:
+        train(tiny_config(run_dir, *overrides))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not run_dir.exists()
+
+
+def test_unwritable_run_folder_is_one_line_and_exit_code_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = run_train(tmp_path / "file/run")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert f"error: {tmp_path}/file/run: cannot be written" in result.stderr
+
+
+def test_a_disk_without_room_is_seen_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs(tmp_path)
+    fields = [*status]
+    fields[4] = 2  # two free blocks
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    with pytest.raises(ValueError, match=r"GB free on this disk, but .* GB are needed"):
+        train(tiny_config(tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.attention.name=mhsa", "model.attention.name was 'vca', now 'mhsa'"),
+        ("seed=5", "seed was 0, now 5"),
+        ("train.learning_rate=1e-3", "train.learning_rate was 0.0015, now 0.001"),
+    ],
+)
+def test_other_settings_do_not_resume(finished: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match="trained with other settings") as error:
+        train(tiny_config(finished, "train.max_steps=20", override))
+    assert message in str(error.value)
+
+
+def test_a_finished_run_has_nothing_to_do(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "metrics.jsonl").read_text()
+    train(tiny_config(finished))
+    assert "trained to step 12 already" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_other_classes_do_not_resume(finished: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    path = run_dir / "checkpoints/step_0000012/state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"class_names": [*"012", "three", *"456789"]}))
+    with pytest.raises(ValueError, match="class 3 was 'three' in training, but is '3' in the data now"):
+        train(tiny_config(run_dir, "train.max_steps=20"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "renamed key"])
+@pytest.mark.parametrize("part", ["model/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors"])  # fmt: skip
+def test_a_damaged_checkpoint_does_not_resume(finished: Path, tmp_path: Path, part: str, damage: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    path = run_dir / "checkpoints/step_0000012" / part
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        tensors = load_file(path)
+        name = next(name for name in tensors if "qkv.weight" in name)
+        tensors[f"{name}_old"] = tensors.pop(name)
+        save_file(tensors, path)
+    with pytest.raises(ValueError, match=r".") as error:
+        train(tiny_config(run_dir, "train.max_steps=20"))
+    assert str(path) in str(error.value)
+    if damage == "renamed key":
+        assert f"missing {name}" in str(error.value)
+        assert f"unknown {name}_old" in str(error.value)

@@ -1,0 +1,85 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vcagen import checkpoint as checkpoints
+from vcagen.config import RunConfig
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.optimizer import OptimizerTensors
+
+# Keys that a resumed run may change; any other would make it another experiment.
+RESUMABLE_KEYS = (
+    "run_dir",
+    "sampler",
+    "guidance",
+    "model.gradient_checkpointing",
+    "train.max_steps",
+    "train.gradient_accumulation_steps",
+    "train.num_workers",
+    "train.log_every",
+    "train.preview_every",
+    "train.preview_images",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.max_bad_steps",
+    "train.trackers",
+)
+
+
+def resume(
+    checkpoint: Path,
+    config: RunConfig,
+    class_names: tuple[str, ...],
+    model: DiffusionTransformer,
+    ema: torch.optim.swa_utils.AveragedModel,
+    moments: OptimizerTensors,
+) -> dict[str, Any]:
+    """Loads everything a checkpoint holds into the run and returns its counters.
+
+    Raises:
+        ValueError: the checkpoint is of another run (other settings, other classes) or damaged; what was loaded by
+            then is not to be trained on.
+    """
+    _require_same_settings(config, checkpoints.load_run_config(checkpoint), checkpoint)
+    state = checkpoints.load_state(checkpoint)
+    _require_same_classes(class_names, tuple(state["class_names"]), checkpoint)
+    model.load_state_dict(checkpoints.load_model(checkpoint, "model").state_dict())
+    ema.module.load_state_dict(checkpoints.load_model(checkpoint, "ema").state_dict())
+    ema.n_averaged.fill_(state["ema_updates"] + 1)
+    moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
+    return state
+
+
+def _require_same_classes(now: tuple[str, ...], before: tuple[str, ...], checkpoint: Path) -> None:
+    for label, (old, new) in enumerate(zip(before, now, strict=False)):
+        if old != new:
+            raise ValueError(f"{checkpoint}: class {label} was {old!r} in training, but is {new!r} in the data now")
+    if len(before) != len(now):
+        raise ValueError(f"{checkpoint}: trained on {len(before)} classes, but the data has {len(now)} now")
+
+
+def _require_same_settings(config: RunConfig, before: RunConfig, checkpoint: Path) -> None:
+    old, new = dict(_flat(before.model_dump())), dict(_flat(config.model_dump()))
+    allowed = set(RESUMABLE_KEYS)
+    if config.train.schedule != "constant":
+        allowed.remove("train.max_steps")  # it sets the learning rate of every step
+    changed = [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed)
+    ]
+    if changed:
+        raise ValueError(
+            f"{checkpoint}: this run was trained with other settings ({'; '.join(changed)}); "
+            "put them back, or choose another run_dir"
+        )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
