@@ -42,7 +42,7 @@ def sample(arguments: argparse.Namespace) -> None:
     from accelerate import PartialState
 
     from vcagen.files import require_writable, write_grid
-    from vcagen.generation import load_run, parse_labels, plan_samples, write_samples
+    from vcagen.generation import load_run, parse_labels, plan_samples, read_samples, write_samples
 
     if arguments.per_label < 1 or arguments.batch_size < 1:
         raise ValueError("--per-label and --batch-size must be at least 1")
@@ -62,8 +62,11 @@ def sample(arguments: argparse.Namespace) -> None:
         if arguments.grid or not arguments.out:
             grid = arguments.grid or run.checkpoint.parents[1] / "grid.png"
             require_writable(grid.parent)
-            images = [image for _, image in run.generator.images(samples, arguments.batch_size)]
-            write_grid(grid, np.stack(images), arguments.columns or arguments.per_label)
+            if arguments.out:
+                images = read_samples(samples, arguments.out)
+            else:
+                images = np.stack([image for _, image in run.maker.images(samples, arguments.batch_size)])
+            write_grid(grid, images, arguments.columns or arguments.per_label)
             print(f"{grid}: {len(samples)} images, row by row in the order of the labels")
 
 

@@ -27,8 +27,9 @@ def parse_arguments() -> argparse.Namespace:
     score.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     score.add_argument("--out", type=Path, help="result JSON (default: score.json beside the images)")
     # Subparsers cannot take positionals between options, so the overrides are what is left over.
-    arguments, arguments.overrides = parser.parse_known_args()
-    for argument in arguments.overrides:
+    arguments, overrides = parser.parse_known_args()
+    arguments.overrides = overrides
+    for argument in overrides:
         if argument.startswith("-") or "=" not in argument:
             score.error(f"unrecognized argument: {argument}")
     return arguments

@@ -105,7 +105,7 @@ def score_command(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         "metric": f"FD-{len(images)} ({extractor.name}, {extractor.dimension} features)",
         "frechet_distance": distance(generated.moments, real.moments),
-        "reference_halves_distance": distance(*real.halves),
+        "reference_halves_distance": distance(*real.halves) if len(reference) >= 4 else None,
         "num_images": len(images),
         "num_reference_images": len(reference),
         "warnings": warnings(len(images), extractor.dimension),
@@ -177,8 +177,9 @@ def describe(result: dict[str, Any], out: Path) -> str:
     """The result in a few lines for people."""
     lines = [
         f"{result['metric']}: {result['frechet_distance']:.2f}   (lower is better; 0 = the same statistics)",
-        f"  two halves of the real images are {result['reference_halves_distance']:.2f} apart",
     ]
+    if result["reference_halves_distance"] is not None:
+        lines.append(f"  two halves of the reference images are {result['reference_halves_distance']:.2f} apart")
     if "own_label_accuracy" in result:
         lines.append(f"  {result['own_label_accuracy']:.1%} of the images are read as the digit they were asked to be")
     lines += [f"  warning: {warning}" for warning in result["warnings"]]

@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # One thread: the same sums in every test and process, and no contention between test processes.
@@ -53,3 +54,18 @@ def sit_oracle_model() -> DiffusionTransformer:
     model = DiffusionTransformer(**ORACLE_SHAPE)  # type: ignore[arg-type]
     model.load_state_dict(load_file(DATA / "sit_weights.safetensors"))
     return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def inception_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Inception with random weights, saved the way the real ones are."""
+    from torch_fidelity import feature_extractor_inceptionv3
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    path = tmp_path_factory.mktemp("weights") / "inception.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_extractor_inceptionv3, "load_state_dict_from_url", lambda *_, **__: {})
+        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+        torch.save(FeatureExtractorInceptionV3("inception-v3-compat", ["2048"]).state_dict(), path)
+    yield path
+    path.unlink()

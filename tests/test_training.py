@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 
 from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
 from vcagen import training
-from vcagen.checkpoint import list_checkpoints
+from vcagen.checkpoint import WEIGHTS_FILE, list_checkpoints
 from vcagen.training import train
 
 
@@ -142,7 +143,7 @@ def test_printed_loss_is_the_mean_since_the_last_print(finished: Path, tmp_path:
     rows = losses(tmp_path)
     borders = [0, 4, 5, 8, 10, 12]  # a checkpoint closes a window too
     assert list(rows) == borders[1:]
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         expected = sum(every[step] for step in range(start + 1, end + 1)) / (end - start)
         assert rows[end] == pytest.approx(expected, rel=1e-9)
 
@@ -311,7 +312,7 @@ def test_other_classes_do_not_resume(finished: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "renamed key"])
-@pytest.mark.parametrize("part", ["model/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("part", [f"model/{WEIGHTS_FILE}", f"ema/{WEIGHTS_FILE}", "optimizer.safetensors"])
 def test_a_damaged_checkpoint_does_not_resume(finished: Path, tmp_path: Path, part: str, damage: str) -> None:
     from safetensors.torch import load_file, save_file
 

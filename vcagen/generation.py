@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from pydantic import BaseModel
 from tqdm import tqdm
 
@@ -78,7 +79,7 @@ def _parse_label(text: str, class_names: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Generator:
+class ImageMaker:
     """All that turns a plan into images.
 
     Attributes:
@@ -136,7 +137,7 @@ class Generator:
 class LoadedRun:
     """A checkpoint made ready to sample from."""
 
-    generator: Generator
+    maker: ImageMaker
     checkpoint: Path
     config: RunConfig
     class_names: tuple[str, ...]
@@ -144,13 +145,12 @@ class LoadedRun:
 
     def describe(self) -> str:
         """One line: which weights of which checkpoint, and how they are sampled."""
-        sampler, guidance = self.generator.sampler, self.generator.guidance
-        line = (
+        sampler, guidance = self.maker.sampler, self.maker.guidance
+        return (
             f"{self.checkpoint}: {self.protocol['weights']} weights at step {self.protocol['step']}, "
             f"{self.config.model.variant} with {self.config.model.attention.name}; "
             f"{sampler.name}, {sampler.num_steps} steps, guidance {guidance.scale:g}"
         )
-        return line
 
 
 def load_run(
@@ -178,7 +178,7 @@ def load_run(
             f"{checkpoint}: trained with train.label_dropout=0, so it has no null label to be guided with; "
             "use guidance.scale=1"
         )
-    generator = Generator(model, config.objective, sampler, guidance, IdentityAutoencoder())
+    maker = ImageMaker(model, config.objective, sampler, guidance, IdentityAutoencoder())
     protocol = {
         "checkpoint": str(checkpoint),
         "step": state["step"],
@@ -189,7 +189,7 @@ def load_run(
         "sampler": sampler.model_dump(mode="json"),
         "guidance": guidance.model_dump(mode="json"),
     }
-    return LoadedRun(generator, checkpoint, config, tuple(state["class_names"]), protocol)
+    return LoadedRun(maker, checkpoint, config, tuple(state["class_names"]), protocol)
 
 
 def write_samples(
@@ -221,9 +221,19 @@ def write_samples(
         raise ValueError(f"{folder}: holds images that were not sampled here; choose an empty folder")
     elif rank == 0:
         write_json(path, record)
-    missing = [s for s in samples[rank::num_processes] if not (folder / f"{s.index:06d}.png").exists()]
-    for sample, image in run.generator.images(missing, batch_size, progress=rank == 0):
-        write_image(folder / f"{sample.index:06d}.png", image)
+    missing = [sample for sample in samples[rank::num_processes] if not _image_path(folder, sample).exists()]
+    for sample, image in run.maker.images(missing, batch_size, progress=rank == 0):
+        write_image(_image_path(folder, sample), image)
+
+
+def read_samples(samples: Sequence[PlannedSample], folder: Path) -> np.ndarray:
+    """Images that `write_samples` wrote, uint8 (N, H, W, 1 or 3)."""
+    images = np.stack([np.asarray(Image.open(_image_path(folder, sample))) for sample in samples])
+    return images if images.ndim == 4 else images[..., None]
+
+
+def _image_path(folder: Path, sample: PlannedSample) -> Path:
+    return folder / f"{sample.index:06d}.png"
 
 
 def samples_folder(run: LoadedRun, samples: Sequence[PlannedSample], run_dir: Path) -> Path:

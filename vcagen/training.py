@@ -27,7 +27,7 @@ from vcagen.curves import plot_losses
 from vcagen.data import ImageData, build_data
 from vcagen.data.order import TrainingOrder
 from vcagen.files import require_writable, write_grid, write_text
-from vcagen.generation import Generator, plan_samples
+from vcagen.generation import ImageMaker, plan_samples
 from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
 from vcagen.models.transformer import DiffusionTransformer
@@ -333,9 +333,9 @@ def _write_preview(run: Run, step: int) -> None:
     config, num_classes = run.config, len(run.data.class_names)
     columns = min(num_classes, 10)
     labels = [index % columns for index in range(config.train.preview_images)]
-    generator = Generator(run.ema_model.eval(), config.objective, config.sampler, config.guidance, run.autoencoder)
+    maker = ImageMaker(run.ema_model.eval(), config.objective, config.sampler, config.guidance, run.autoencoder)
     samples = plan_samples(labels, config.seed, num_classes)
-    images = np.stack([image for _, image in generator.images(samples, batch_size=64, progress=False)])
+    images = np.stack([image for _, image in maker.images(samples, batch_size=64, progress=False)])
     folder = run.folder / "previews"
     folder.mkdir(exist_ok=True)
     write_grid(folder / f"step_{step:07d}.png", images, columns)

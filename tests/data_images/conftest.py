@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.data_images.image_helpers import OddFiles, write_odd_files
 
 

@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
-from tests.data_images.image_helpers import OddFiles
 
+from tests.data_images.image_helpers import OddFiles
 from vcagen.data.images import check_images, walk_class_folders, walk_images
 
 

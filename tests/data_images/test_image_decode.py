@@ -3,10 +3,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data_images.image_helpers import GREEN, RED, halves
 from PIL import Image
 from safetensors.numpy import load_file
 
+from tests.data_images.image_helpers import GREEN, RED, halves
 from vcagen.data.images import center_crop, decode_image
 
 PICTURE = halves(RED, GREEN)

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data_images.image_helpers import OddFiles
 from PIL import Image
 
+from tests.data_images.image_helpers import OddFiles
 from vcagen.data.images import decode_image, sort_class_names, walk_class_folders, walk_images
 
 

@@ -40,9 +40,7 @@ def test_digits_fill_the_uint8_range(split):
 
 
 def test_held_out_accuracy_is_the_recorded_one(split, record):
-    accuracy = digits_classifier.accuracy(
-        load_digits_classifier(), split.held_out_images, split.held_out_labels
-    )
+    accuracy = digits_classifier.accuracy(load_digits_classifier(), split.held_out_images, split.held_out_labels)
     assert accuracy == record["held_out_accuracy"]
     assert accuracy >= 0.98
 

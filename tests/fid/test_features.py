@@ -8,8 +8,6 @@ import torch
 import torch_fidelity
 from PIL import Image
 from torch import nn
-from torch_fidelity import feature_extractor_inceptionv3
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.utils import create_feature_extractor
 
 from fid import digits_classifier, features
@@ -22,18 +20,6 @@ from fid.moments import FeatureMoments
 def digits_images():
     split = digits_classifier.load_split()
     return split.held_out_images.expand(-1, 3, -1, -1)
-
-
-@pytest.fixture(scope="module")
-def inception_path(tmp_path_factory):
-    """Inception with random weights, saved the way the real ones are."""
-    path = tmp_path_factory.mktemp("weights") / "inception.pth"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_extractor_inceptionv3, "load_state_dict_from_url", lambda *_, **__: {})
-        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
-        torch.save(FeatureExtractorInceptionV3(INCEPTION, ["2048"]).state_dict(), path)
-    yield path
-    path.unlink()
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,7 @@ def test_optimal_transport_closed_form_in_many_dimensions():
 
 
 def test_rank_one_covariances():
-    assert frechet_distance(ZERO2, np.diag([4.0, 0.0]), ZERO2, np.diag([0.0, 9.0])) == pytest.approx(
-        13, abs=1e-6
-    )
+    assert frechet_distance(ZERO2, np.diag([4.0, 0.0]), ZERO2, np.diag([0.0, 9.0])) == pytest.approx(13, abs=1e-6)
     direction = np.array([0.6, 0.8])
     oblique = 9 * np.outer(direction, direction)
     assert frechet_distance(ZERO2, np.diag([4.0, 0.0]), ZERO2, oblique) == pytest.approx(5.8, abs=1e-6)
@@ -83,9 +81,7 @@ def test_the_distance_is_symmetric_and_ignores_common_rotations(known_n):
     rotation, _ = np.linalg.qr(rng.standard_normal((30, 30)))
     order = rng.permutation(30)
     assert distance_of(features2, features1, known_n) == pytest.approx(distance, abs=1e-5)
-    assert distance_of(features1 @ rotation, features2 @ rotation, known_n) == pytest.approx(
-        distance, abs=1e-5
-    )
+    assert distance_of(features1 @ rotation, features2 @ rotation, known_n) == pytest.approx(distance, abs=1e-5)
     assert distance_of(features1[:, order], features2[:, order], known_n) == pytest.approx(distance, abs=1e-5)
 
 

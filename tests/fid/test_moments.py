@@ -7,9 +7,7 @@ from fid.moments import FeatureMoments
 
 def random_features(n: int = 103, dimension: int = 7) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return 3 + torch.randn(n, dimension, generator=generator, dtype=torch.float64) * torch.arange(
-        1, dimension + 1
-    )
+    return 3 + torch.randn(n, dimension, generator=generator, dtype=torch.float64) * torch.arange(1, dimension + 1)
 
 
 def moments_of(*batches: torch.Tensor) -> FeatureMoments:

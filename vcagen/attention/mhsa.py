@@ -18,7 +18,7 @@ class MHSAConfig(BaseModel, extra="forbid", frozen=True):
 class MHSA(nn.Module):
     """Multi-head softmax attention with the official parameter names `qkv` and `proj`.
 
-    Raises at construction what `build_attention` does; the grid matters only to the optional convolution of v.
+    The grid matters only to the optional convolution of v.
     """
 
     def __init__(

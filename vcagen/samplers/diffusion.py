@@ -66,6 +66,8 @@ def sample_diffusion(
         if config.name == "ddpm":
             x = scheduler.step(output, timestep, x, generator=list(generators)).prev_sample
         else:
-            x = scheduler.step(output[:, : x.shape[1]], timestep, x, eta=0.0).prev_sample
+            # Clipped data needs the epsilon that goes with it: left as it was, the two contradict each other.
+            epsilon, clips = output[:, : x.shape[1]], clip_range is not None
+            x = scheduler.step(epsilon, timestep, x, eta=0.0, use_clipped_model_output=clips).prev_sample
         require_finite(x, timestep)
     return x
