@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from vcagen.commands import exit_code
+
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
@@ -71,14 +73,9 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line."""
+    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line; 130 Ctrl-C."""
     arguments = parse_arguments()
-    try:
-        sample(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(lambda: sample(arguments))
 
 
 if __name__ == "__main__":

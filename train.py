@@ -4,9 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from vcagen.commands import exit_code
 
-def main() -> int:
-    """Exit codes: 0 done; 1 the run cannot start or stopped being finite; 130 Ctrl-C; 143 SIGTERM."""
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description="Train a DiT or SiT whose attention is a config value. The same command again resumes.",
         epilog="example: python train.py configs/demo.yaml train.max_steps=10 model.attention.name=mhsa",
@@ -14,32 +16,34 @@ def main() -> int:
     parser.add_argument("config", type=Path, help="a YAML file, such as configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print the resolved run, every default written out, and stop",
+        "--print-config", action="store_true", help="print the resolved run, every default written out, and stop"
     )
-    arguments = parser.parse_intermixed_args()  # overrides may stand on either side of options
+    return parser.parse_intermixed_args()  # overrides may stand on either side of options
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Trains, or prints the config; ends the process with 128 + the signal's number when one stopped it."""
     # Imported here, so that --help does not wait for torch.
     from vcagen.config import dump_config, load_config
 
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.print_config:
-            print(dump_config(config), end="")
-            return 0
-        from vcagen.signals import Interrupted
-        from vcagen.training import train
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(dump_config(config), end="")
+        return
+    from vcagen.signals import Interrupted
+    from vcagen.training import train
 
-        try:
-            train(config)
-        except Interrupted as interrupted:
-            print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
-            return interrupted.exit_code
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    try:
+        train(config)
+    except Interrupted as interrupted:
+        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+        sys.exit(interrupted.exit_code)
+
+
+def main() -> int:
+    """Exit codes: 0 done; 1 the run cannot start or stopped being finite; 130 Ctrl-C; 143 SIGTERM."""
+    arguments = parse_arguments()
+    return exit_code(lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from vcagen.commands import exit_code
+
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
@@ -36,18 +38,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line."""
+    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line; 130 Ctrl-C."""
     arguments = parse_arguments()
 
-    # Imported here, so that --help does not wait for torch.
-    from fid.score import score_command
+    def score() -> None:
+        # Imported here, so that --help does not wait for torch.
+        from fid.score import score_command
 
-    try:
         score_command(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(score)
 
 
 if __name__ == "__main__":
