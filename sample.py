@@ -43,33 +43,39 @@ def sample(arguments: argparse.Namespace) -> None:
     import torch
     from accelerate import PartialState
 
-    from vcagen.files import require_writable, write_grid
-    from vcagen.generation import load_run, parse_labels, plan_samples, read_samples, write_samples
+    from vcagen.files import require_file_name, write_grid
+    from vcagen.generation import load_run, parse_labels, plan_samples
+    from vcagen.sample_folder import prepare_samples, read_samples, write_samples
 
-    if arguments.per_label < 1 or arguments.batch_size < 1:
-        raise ValueError("--per-label and --batch-size must be at least 1")
+    columns = arguments.per_label if arguments.columns is None else arguments.columns
+    if min(arguments.per_label, arguments.batch_size, columns) < 1:
+        raise ValueError("--per-label, --batch-size and --columns must be at least 1")
     process = PartialState(cpu=not torch.accelerator.is_available())
     run = load_run(arguments.run, arguments.weights, arguments.overrides, arguments.device)
     labels = parse_labels(arguments.labels, run.class_names)
     repeated = [label for label in labels for _ in range(arguments.per_label)]
     samples = plan_samples(repeated, arguments.seed, len(run.class_names))
+    grid = arguments.grid if arguments.grid or arguments.out else run.folder / "grid.png"
+    if grid:
+        require_file_name(grid)
     if process.is_main_process:
         print(run.describe())
     if arguments.out:
+        with process.main_process_first():
+            prepare_samples(run, samples, arguments.out)
         write_samples(run, samples, arguments.out, arguments.batch_size, process.process_index, process.num_processes)
         process.wait_for_everyone()
-    if process.is_main_process:
+    if not process.is_main_process:
+        return
+    if arguments.out:
+        print(f"{arguments.out}: {len(samples)} images, and samples.json, which says how they were made")
+    if grid:
         if arguments.out:
-            print(f"{arguments.out}: {len(samples)} images, and samples.json that says how they were made")
-        if arguments.grid or not arguments.out:
-            grid = arguments.grid or run.checkpoint.parents[1] / "grid.png"
-            require_writable(grid.parent)
-            if arguments.out:
-                images = read_samples(samples, arguments.out)
-            else:
-                images = np.stack([image for _, image in run.maker.images(samples, arguments.batch_size)])
-            write_grid(grid, images, arguments.columns or arguments.per_label)
-            print(f"{grid}: {len(samples)} images, row by row in the order of the labels")
+            images = read_samples(samples, arguments.out)
+        else:
+            images = np.stack([image for _, image in run.maker.images(samples, arguments.batch_size)])
+        write_grid(grid, images, columns)
+        print(f"{grid}: {len(samples)} images, row by row in the order of the labels")
 
 
 def main() -> int:

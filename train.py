@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         train(config)
     except Interrupted as interrupted:
-        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         sys.exit(interrupted.exit_code)
 
 

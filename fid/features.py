@@ -1,6 +1,5 @@
 """From uint8 images to the features whose distributions the Frechet distance compares."""
 
-import hashlib
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_featur
 from torch_fidelity.utils import create_feature_extractor
 
 from fid import digits_classifier
+from vcagen.files import file_sha256
 
 INCEPTION = "inception-v3-compat"
 DIGITS = "digits-classifier"
@@ -131,7 +131,7 @@ def build_extractor(name: str, weights_path: str | Path | None = None, device: s
         raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(FEATURE_NAMES)}")
     if name == DIGITS:
         if weights_path is not None:
-            raise ValueError(f"{DIGITS} brings its own weights; leave out --weights {weights_path}")
+            raise ValueError(f"{DIGITS} brings its own weights; leave out --extractor-weights {weights_path}")
         register()
         path = Path(digits_classifier.__file__).with_name(digits_classifier.WEIGHTS_NAME)
         network = create_feature_extractor(name, FEATURE_NAMES[name], cuda=False, verbose=False)
@@ -141,7 +141,7 @@ def build_extractor(name: str, weights_path: str | Path | None = None, device: s
     return Extractor(
         name=name,
         dimension=int(FEATURE_NAMES[name][0]),
-        weights_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        weights_sha256=file_sha256(path),
         network=network.to(device),
         device=torch.device(device),
     )
@@ -150,7 +150,7 @@ def build_extractor(name: str, weights_path: str | Path | None = None, device: s
 def _load_inception(path: Path) -> nn.Module:
     """torch-fidelity's Inception v3 with the weights of `path`, on CPU."""
     if not path.is_file():
-        raise ValueError(f"no Inception weights at {path}; pass --weights PATH to {INCEPTION_FILE}")
+        raise ValueError(f"no Inception weights at {path}; pass --extractor-weights PATH to {INCEPTION_FILE}")
     try:
         # torch-fidelity unpickles whatever it is given; this refuses anything but tensors beforehand.
         torch.load(path, map_location="cpu", weights_only=True)
@@ -175,7 +175,7 @@ def _downloaded_inception_weights() -> Path:
         except (OSError, RuntimeError) as error:
             raise ValueError(
                 f"cannot download the Inception weights ({error}); fetch {URL_INCEPTION_V3} elsewhere "
-                f"and pass --weights PATH to {INCEPTION_FILE}"
+                f"and pass --extractor-weights PATH to {INCEPTION_FILE}"
             ) from error
     return path
 

@@ -1,8 +1,8 @@
 """A Frechet distance with the protocol that produced it."""
 
 import argparse
-import json
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -10,30 +10,43 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from fid.features import DIGITS, INCEPTION, Extractor, build_extractor
 from fid.frechet import frechet_distance
 from fid.moments import FeatureMoments
 from vcagen.data.digits import Digits
-from vcagen.data.images import decode_image, walk_images
-from vcagen.files import require_writable, write_json
-from vcagen.generation import load_run, plan_samples, samples_folder, write_samples
+from vcagen.data.images import check_images, decode_image, walk_images
+from vcagen.files import require_file_name, write_json
+from vcagen.generation import load_run, plan_samples, usable_device
+from vcagen.sample_folder import image_path, prepare_samples, read_record, samples_folder, write_samples
 
 DIGITS_REFERENCE = "digits"
+LOSSY_SUFFIXES = {".jpg", ".jpeg", ".webp"}
 
 
 class FolderImages:
     """The images below a folder, in the order of their paths, uint8 (3, H, W), all of one size.
 
     Raises:
-        ValueError: no images, one that cannot be decoded, or one of another size; before any feature is computed.
+        ValueError: no images, some that cannot be decoded or are of another size, or a sample folder that is not
+            complete; at construction, so before any feature is computed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         self.paths = walk_images(folder)
+        self.record = read_record(folder)
+        if self.record is not None:
+            _require_complete(folder, self.paths, len(self.record["samples"]))
+        bad = check_images(self.paths, "skip")
+        if bad:
+            raise ValueError(f"{folder}: {len(bad)} files cannot be used: {'; '.join(list(bad.values())[:10])}")
         self.size = decode_image(self.paths[0]).shape[:2]
+        for path in self.paths:
+            with Image.open(path) as image:
+                self._require_size(path, (image.height, image.width))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -41,12 +54,15 @@ class FolderImages:
     def __getitem__(self, index: int) -> np.ndarray:
         """uint8 (3, H, W)."""
         image = decode_image(self.paths[index])
-        if image.shape[:2] != self.size:
-            raise ValueError(
-                f"{self.paths[index]}: {image.shape[1]}x{image.shape[0]} pixels, but {self.paths[0]} has "
-                f"{self.size[1]}x{self.size[0]}; bring all images to one size first"
-            )
+        self._require_size(self.paths[index], image.shape[:2])
         return image.transpose(2, 0, 1)
+
+    def _require_size(self, path: Path, size: tuple[int, ...]) -> None:
+        if size != self.size:
+            raise ValueError(
+                f"{path}: {size[1]}x{size[0]} pixels, but {self.paths[0]} has {self.size[1]}x{self.size[0]}; "
+                "bring all images to one size first"
+            )
 
 
 class DigitsImages:
@@ -54,6 +70,8 @@ class DigitsImages:
 
     name = "digits (scikit-learn, 1797 real images)"
     size = (8, 8)
+    paths = ()
+    record = None
 
     def __init__(self) -> None:
         self.data = Digits()
@@ -77,50 +95,54 @@ class ExtractedImages:
         moments: of all images.
         halves: of every other image, starting from the first and from the second.
         predictions: (N,) int64, the class with the largest logit.
+        pixels_sha256: hash of all pixels in order.
     """
 
     moments: FeatureMoments
     halves: tuple[FeatureMoments, FeatureMoments]
     predictions: torch.Tensor
+    pixels_sha256: str
 
 
 def score_command(arguments: argparse.Namespace) -> None:
     """Scores a run or a folder, prints the number and writes the result JSON. See `python -m fid score --help`."""
-    if arguments.num_images < 2 or arguments.batch_size < 1:
-        raise ValueError("--num-images must be at least 2 and --batch-size at least 1")
     is_digits = arguments.reference == DIGITS_REFERENCE
-    reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference))
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(arguments.device)
     name = arguments.extractor or (DIGITS if is_digits else INCEPTION)
     extractor = build_extractor(name, arguments.extractor_weights, device)
-    folder = _images_folder(arguments)
+    if arguments.out:
+        require_file_name(arguments.out)
+    reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference))
+    folder = _images_folder(arguments, reference, extractor)
     images = FolderImages(folder)
-    _require_comparable(images, reference, extractor)
+    _require_comparable(images.name, images.size, reference, extractor)
     out = arguments.out or folder / "score.json"
-    require_writable(out.parent)
+    require_file_name(out)
 
     generated = extract(images, extractor, arguments.batch_size, "generated images")
     real = extract(reference, extractor, arguments.batch_size, "reference images")
-    record = _samples_record(folder)
+    record = images.record
     result: dict[str, Any] = {
         "metric": f"FD-{len(images)} ({extractor.name}, {extractor.dimension} features)",
         "frechet_distance": distance(generated.moments, real.moments),
         "reference_halves_distance": distance(*real.halves) if len(reference) >= 4 else None,
         "num_images": len(images),
         "num_reference_images": len(reference),
-        "warnings": warnings(len(images), extractor.dimension),
+        "warnings": warnings(images, reference, extractor.dimension),
         "protocol": {
             "images": str(folder),
+            "images_sha256": generated.pixels_sha256,
             "reference": reference.name,
+            "reference_sha256": real.pixels_sha256,
             "image_size": list(images.size),
             "extractor": extractor.name,
             "extractor_weights_sha256": extractor.weights_sha256,
             "sampling": record["protocol"] if record else None,
-            "seed": arguments.seed if record else None,
+            "seed": record["samples"][0]["seed"] if record else None,
             "versions": {package: version(package) for package in ("torch", "torch-fidelity", "numpy")},
         },
     }
-    if record and extractor.name == DIGITS:
+    if record and extractor.name == DIGITS and set(record["class_names"]) <= set(Digits.class_names):
         names = record["class_names"]
         labels = torch.tensor([int(names[sample["label"]]) for sample in record["samples"]])
         result["own_label_accuracy"] = (generated.predictions == labels).double().mean().item()
@@ -131,8 +153,9 @@ def score_command(arguments: argparse.Namespace) -> None:
 def extract(images: Images, extractor: Extractor, batch_size: int, what: str) -> ExtractedImages:
     """Features of all images, in order, kept as moments alone."""
     halves = (FeatureMoments(extractor.dimension), FeatureMoments(extractor.dimension))
-    predictions = []
+    predictions, pixels = [], hashlib.sha256()
     for batch in _batches(images, batch_size, what):
+        pixels.update(batch.images.numpy().tobytes())
         features = extractor(batch.images)
         for parity, half in enumerate(halves):
             half.update(features.pooled[(parity - batch.start) % 2 :: 2])
@@ -141,7 +164,7 @@ def extract(images: Images, extractor: Extractor, batch_size: int, what: str) ->
     moments = FeatureMoments(extractor.dimension)
     for half in halves:
         moments.merge(half)
-    return ExtractedImages(moments, halves, torch.cat(predictions))
+    return ExtractedImages(moments, halves, torch.cat(predictions), pixels.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -163,14 +186,20 @@ def distance(first: FeatureMoments, second: FeatureMoments) -> float:
     return frechet_distance(first.mean(), first.covariance(), second.mean(), second.covariance(), first.n, second.n)
 
 
-def warnings(num_images: int, dimension: int) -> list[str]:
+def warnings(images: Images, reference: Images, dimension: int) -> list[str]:
     """What a reader of the number must know before comparing it."""
-    if num_images > dimension:
-        return []
-    return [
-        f"unreliable: {num_images} images for {dimension} features give a rank-deficient covariance, and the "
+    found = [
+        f"unreliable: {len(side)} {what} images for {dimension} features give a rank-deficient covariance, and the "
         "bias of so few images dominates the value"
+        for what, side in (("generated", images), ("reference", reference))
+        if len(side) <= dimension
     ]
+    found += [
+        f"the {what} images are stored lossily ({', '.join(sorted(lossy))}), which moves the distance"
+        for what, side in (("generated", images), ("reference", reference))
+        if (lossy := {path.suffix.lower() for path in side.paths} & LOSSY_SUFFIXES)
+    ]
+    return found
 
 
 def describe(result: dict[str, Any], out: Path) -> str:
@@ -187,39 +216,52 @@ def describe(result: dict[str, Any], out: Path) -> str:
     return "\n".join(lines)
 
 
-def _images_folder(arguments: argparse.Namespace) -> Path:
+def _images_folder(arguments: argparse.Namespace, reference: Images, extractor: Extractor) -> Path:
     """The folder to score; for a run, sampled first, balanced over the classes."""
     source: Path = arguments.source
     is_run = (source / "checkpoints").is_dir() or (source / "state.json").is_file()
     if not is_run:
-        if arguments.overrides:
-            raise ValueError(f"{source}: not a run, so {arguments.overrides[0]!r} has nothing to change")
+        if arguments.overrides or arguments.num_images or arguments.seed is not None:
+            raise ValueError(f"{source}: not a run, so there is nothing to sample; leave out --num-images, "
+                             "--seed and key=value")  # fmt: skip
         return source
+    num_images = 1000 if arguments.num_images is None else arguments.num_images
+    if num_images < 2:
+        raise ValueError(f"--num-images {num_images}: a covariance needs at least 2 images")
     run = load_run(source, "ema", arguments.overrides, arguments.device)
+    height, width = run.maker.autoencoder.image_size(run.maker.model.config.latent_size)
+    _require_comparable(str(source), (height, width), reference, extractor)
     num_classes = len(run.class_names)
-    labels = [index % num_classes for index in range(arguments.num_images)]
-    samples = plan_samples(labels, arguments.seed, num_classes)
-    folder = samples_folder(run, samples, run.checkpoint.parents[1])
+    labels = [index % num_classes for index in range(num_images)]
+    samples = plan_samples(labels, arguments.seed or 0, num_classes)
+    folder = samples_folder(run, samples)
     print(run.describe())
+    prepare_samples(run, samples, folder)
     write_samples(run, samples, folder, arguments.batch_size, rank=0, num_processes=1)
     return folder
 
 
-def _samples_record(folder: Path) -> dict[str, Any] | None:
-    path = folder / "samples.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def _require_comparable(images: Images, reference: Images, extractor: Extractor) -> None:
-    if images.size != reference.size:
+def _require_complete(folder: Path, paths: Sequence[Path], num_samples: int) -> None:
+    expected = {image_path(folder, index) for index in range(num_samples)}
+    missing, others = sorted(expected - set(paths)), sorted(set(paths) - expected)
+    if missing:
         raise ValueError(
-            f"{images.name}: images of {images.size[1]}x{images.size[0]} pixels, but the reference {reference.name} "
+            f"{folder}: {len(missing)} of {num_samples} images are missing ({missing[0].name} first); "
+            "run the sampling command again, it goes on"
+        )
+    if others:
+        raise ValueError(f"{folder}: {others[0]} was not sampled with the others; move it away")
+
+
+def _require_comparable(name: str, size: tuple[int, ...], reference: Images, extractor: Extractor) -> None:
+    if tuple(size) != tuple(reference.size):
+        raise ValueError(
+            f"{name}: images of {size[1]}x{size[0]} pixels, but the reference {reference.name} "
             f"has {reference.size[1]}x{reference.size[0]}; sizes must agree, since the extractor resizes silently"
         )
-    if extractor.name == DIGITS and images.size != DigitsImages.size:
+    if extractor.name == DIGITS and tuple(size) != DigitsImages.size:
         raise ValueError(
-            f"{images.name}: {DIGITS} reads 8x8 digits, not images of {images.size[1]}x{images.size[0]} pixels; "
-            f"use --extractor {INCEPTION}"
+            f"{name}: {DIGITS} reads 8x8 digits, not images of {size[1]}x{size[0]} pixels; use --extractor {INCEPTION}"
         )
-    if len(images) < 2 or len(reference) < 2:
-        raise ValueError("a covariance needs at least 2 images on each side")
+    if len(reference) < 2:
+        raise ValueError(f"{reference.name}: a covariance needs at least 2 images")

@@ -13,7 +13,8 @@ from tests.conftest import fill_with_noise
 from tests.tiny_runs import ROOT, tiny_config
 from vcagen import training
 from vcagen.checkpoint import load_model
-from vcagen.generation import LoadedRun, load_run, parse_labels, plan_samples, write_samples
+from vcagen.generation import LoadedRun, PlannedSample, load_run, parse_labels, plan_samples
+from vcagen.sample_folder import prepare_samples, samples_folder, write_samples
 from vcagen.training import train
 
 SAMPLERS = {
@@ -56,6 +57,11 @@ def test_an_image_depends_on_seed_index_and_label_alone(runs: dict[str, Path], f
     assert not np.array_equal(images_of(run, labels, 12, seed=8), whole)
 
 
+def write(run: LoadedRun, samples: list[PlannedSample], folder: Path, batch_size: int = 4) -> None:
+    prepare_samples(run, samples, folder)
+    write_samples(run, samples, folder, batch_size, rank=0, num_processes=1)
+
+
 def test_guidance_and_steps_change_the_picture(runs: dict[str, Path]) -> None:
     pictures = [
         images_of(load_run(runs["SiT"], overrides=overrides), [1, 2], 2).tobytes()
@@ -67,14 +73,15 @@ def test_guidance_and_steps_change_the_picture(runs: dict[str, Path]) -> None:
 def test_an_interrupted_folder_goes_on_and_equals_a_whole_one(runs: dict[str, Path], tmp_path: Path) -> None:
     run = load_run(runs["SiT"])
     samples = plan_samples([3, 1, 4, 1, 5], 0, 10)
-    for rank in range(2):
+    prepare_samples(run, samples, tmp_path / "whole")
+    for rank in (1, 0):
         write_samples(run, samples, tmp_path / "whole", 4, rank, 2)
-    write_samples(run, samples, tmp_path / "parts", 4, 0, 1)
+    write(run, samples, tmp_path / "parts")
     kept = tmp_path / "parts/000001.png"
     stamp = kept.stat().st_mtime_ns
     for index in (2, 4):
         (tmp_path / f"parts/{index:06d}.png").unlink()
-    write_samples(run, samples, tmp_path / "parts", 1, 0, 1)
+    write(run, samples, tmp_path / "parts", 1)
     assert kept.stat().st_mtime_ns == stamp
     names = [f"{index:06d}.png" for index in range(5)]
     for folder in ("whole", "parts"):
@@ -90,12 +97,37 @@ def test_an_interrupted_folder_goes_on_and_equals_a_whole_one(runs: dict[str, Pa
 
 def test_a_folder_of_other_samples_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     run = load_run(runs["SiT"])
-    write_samples(run, plan_samples([1], 0, 10), tmp_path, 4, 0, 1)
+    write(run, plan_samples([1], 0, 10), tmp_path)
     with pytest.raises(ValueError, match="holds other samples already"):
-        write_samples(run, plan_samples([2], 0, 10), tmp_path, 4, 0, 1)
+        write(run, plan_samples([2], 0, 10), tmp_path)
+    (tmp_path / "samples.json").write_text("{")
+    with pytest.raises(ValueError, match=r"samples.json: not valid JSON"):
+        write(run, plan_samples([1], 0, 10), tmp_path)
     (tmp_path / "samples.json").unlink()
     with pytest.raises(ValueError, match="not sampled here"):
-        write_samples(run, plan_samples([1], 0, 10), tmp_path, 4, 0, 1)
+        write(run, plan_samples([1], 0, 10), tmp_path)
+
+
+def test_images_of_other_weights_at_the_same_step_are_not_taken_for_these(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, samples = copy_of(runs["SiT"], tmp_path), plan_samples([1], 0, 10)
+    before = load_run(run_dir)
+    write(before, samples, tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+    relative = load_run(Path("run"))  # the same weights by another path are the same
+    write(relative, samples, tmp_path / "images")
+    assert samples_folder(relative, samples).name == samples_folder(before, samples).name
+    shutil.rmtree(run_dir / "checkpoints/step_0000001/ema")
+    shutil.copytree(run_dir / "checkpoints/step_0000001/model", run_dir / "checkpoints/step_0000001/ema")
+    path = run_dir / "checkpoints/step_0000001/ema/diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["final_layer.linear.bias"] += 1.0
+    save_file(tensors, path)
+    after = load_run(run_dir)
+    assert samples_folder(after, samples) != samples_folder(before, samples)
+    with pytest.raises(ValueError, match="holds other samples already"):
+        write(after, samples, tmp_path / "images")
 
 
 @pytest.mark.parametrize("label", [-1, 10, 11])
@@ -111,6 +143,7 @@ def test_labels_by_id_and_name() -> None:
     assert parse_labels("7", names) == [2]  # there is no class 7, so it is a name
     assert parse_labels("id:0,name:0", names) == [0, 3]
     assert parse_labels("9", [str(i) for i in range(10)]) == [9]
+    assert parse_labels("name:x:1", ["x:1", "x:0"]) == [0]
     with pytest.raises(ValueError, match=r"'0' is the name of class 3 and the id of class 'cat'; write name:0 or id:0"):
         parse_labels("0", names)
     with pytest.raises(ValueError, match=r"'horse' is neither a class id nor a class name; the classes are cat"):
@@ -173,7 +206,7 @@ def test_guidance_needs_a_null_label(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints/step_0000001"
     assert load_model(checkpoint).y_embedder.embedding_table.weight.shape[0] == 10
     images_of(load_run(tmp_path), [1], 1)
-    with pytest.raises(ValueError, match=r"no null label to be guided with; use guidance.scale=1"):
+    with pytest.raises(ValueError, match=r"guidance.scale=1.5 needs a null label.*use guidance.scale=1"):
         load_run(tmp_path, overrides=["guidance.scale=1.5"])
 
 
@@ -195,6 +228,25 @@ def test_sample_script_writes_grid_and_folder(runs: dict[str, Path], tmp_path: P
         assert np.array_equal(grid[top : top + 48 : 6, left : left + 48 : 6], image)
 
 
+def test_a_checkpoint_anywhere_writes_its_grid_beside_its_weights(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["SiT"] / "checkpoints/step_0000001", tmp_path / "best")
+    assert sample(tmp_path / "best", "--labels", "1", "--per-label", "1").returncode == 0
+    assert (tmp_path / "best/grid.png").exists()
+    assert load_run(runs["SiT"] / "checkpoints/step_0000001").folder == runs["SiT"]
+
+
+def test_a_young_ema_is_announced(runs: dict[str, Path], tmp_path: Path) -> None:
+    assert "warning: 99% of these EMA weights is still the initial model" in load_run(runs["SiT"]).describe()
+    assert "warning" not in load_run(runs["SiT"], "model").describe()
+
+
+def test_a_damaged_state_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = copy_of(runs["SiT"], tmp_path)
+    (run / "checkpoints/step_0000001/state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"state.json: cannot be read .*the checkpoint is damaged"):
+        load_run(run)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,7 +256,9 @@ def test_sample_script_writes_grid_and_folder(runs: dict[str, Path], tmp_path: P
         (["sampler.name=ddpm"], "does not sample flow models"),
         (["sampler.num_stepz=3"], "unknown key; did you mean num_steps"),
         (["--device", "cuda:7"], "device 'cuda:7' cannot be used"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
         (["--per-label", "0"], "must be at least 1"),
+        (["--columns", "-1"], "must be at least 1"),
     ],
 )
 def test_sample_script_says_in_one_line_what_is_wrong(

@@ -12,9 +12,11 @@ from PIL import Image
 from fid import features
 from fid.__main__ import main as fid_main
 from tests.tiny_runs import losses, tiny_config
+from vcagen.checkpoint import list_checkpoints
 from vcagen.data import build_data
 from vcagen.data.image_folder import ImageFolder, ImageFolderConfig
 from vcagen.generation import load_run, parse_labels, plan_samples
+from vcagen.sample_folder import prepare_samples, write_samples
 from vcagen.training import train
 
 FOLDER = ("data.name=image_folder", "data.image_size=16", "model.patch_size=4", "train.max_steps=3")
@@ -76,7 +78,44 @@ def test_an_empty_folder_and_bad_files_stop_before_training(tree: Path, tmp_path
     assert len(data) == 35
     assert "35 images used in 12 classes, 1 bad ones skipped, 1 other files ignored" in data.report
     assert "4/1.png" in data.report
-    assert (data.labels == 4).sum() == 2
+    assert [data.label(index) for index in range(len(data))].count(4) == 2
+
+
+def test_data_that_changed_does_not_resume_and_data_that_moved_does(tree: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train(tiny_config(run_dir, *FOLDER, f"data.root={tree}"))
+    moved = tmp_path / "moved #1"  # a path is taken as it is
+    shutil.move(tree, moved)
+    train(tiny_config(run_dir, *FOLDER, f"data.root={moved}", "train.max_steps=4"))
+    assert len(losses(run_dir)) == 4
+    (moved / "3/1.png").unlink()
+    with pytest.raises(ValueError, match="trained on other data"):
+        train(tiny_config(run_dir, *FOLDER, f"data.root={moved}", "train.max_steps=5"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_image_that_vanishes_ends_the_run_with_its_name_and_a_checkpoint(
+    tree: Path, tmp_path: Path, num_workers: int
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = (f"data.root={tree}", "train.global_batch_size=1", "train.checkpoint_every=99", "train.max_steps=36")
+    from vcagen.data.order import epoch_order
+
+    tree_files = build_data(ImageFolderConfig(root=str(tree))).files  # type: ignore[union-attr]
+    victim = tree_files[epoch_order(36, 0, 0)[9]].path  # the sample of step 10
+    build = build_data
+
+    def build_and_delete(config: ImageFolderConfig) -> object:
+        data = build(config)
+        victim.unlink()
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vcagen.training.build_data", build_and_delete)
+        with pytest.raises(ValueError, match=rf"^{victim}: ") as error:
+            train(tiny_config(run_dir, *FOLDER, *settings, f"train.num_workers={num_workers}"))
+    assert "\n" not in str(error.value)
+    assert list_checkpoints(run_dir)[-1][0] == 9
 
 
 def score(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -122,6 +161,46 @@ def test_a_run_is_sampled_and_scored_and_the_second_call_repeats_nothing(
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps
     assert score(*arguments, monkeypatch=monkeypatch) == 0
     assert len(list((run_dir / "samples").iterdir())) == 2
+
+
+def test_a_sample_folder_is_scored_by_its_own_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(tmp_path / "run", "train.max_steps=2"))
+    run, folder = load_run(tmp_path / "run"), tmp_path / "images"
+    samples = plan_samples([0, 1, 2, 3], 5, 10)
+    prepare_samples(run, samples, folder)
+    write_samples(run, samples, folder, 4, 0, 1)
+    assert score(folder, "--reference", "digits", monkeypatch=monkeypatch) == 0
+    assert json.loads((folder / "score.json").read_text())["protocol"]["seed"] == 5
+    for arguments in (["--seed", "3"], ["--num-images", "3"], ["guidance.scale=2"]):
+        assert score(folder, "--reference", "digits", *arguments, monkeypatch=monkeypatch) == 1
+    shutil.copy(folder / "000000.png", folder / "copy.png")
+    assert score(folder, "--reference", "digits", monkeypatch=monkeypatch) == 1
+    assert "was not sampled with the others" in capsys.readouterr().err
+    (folder / "copy.png").unlink()
+    (folder / "000002.png").unlink()
+    assert score(folder, "--reference", "digits", monkeypatch=monkeypatch) == 1
+    assert "1 of 4 images are missing (000002.png first)" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_the_reference_is_not_sampled(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(tmp_path / "run", "train.max_steps=1"))
+    arguments = (tmp_path / "run", "--reference", tree, "--extractor", "digits-classifier")
+    assert score(*arguments, monkeypatch=monkeypatch) == 1
+    assert "sizes must agree" in capsys.readouterr().err
+    assert not (tmp_path / "run/samples").exists()
+
+
+def test_lossy_images_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(3):
+        Image.new("L", (8, 8), 80 * index).save(tmp_path / f"{index}.jpg")
+    assert score(tmp_path, "--reference", "digits", monkeypatch=monkeypatch) == 0
+    assert "generated images are stored lossily (.jpg)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])

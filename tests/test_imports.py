@@ -15,6 +15,7 @@ ALLOWED = {
     "vcagen.callables": set(),
     "vcagen.seeds": set(),
     "vcagen.files": set(),
+    "vcagen.commands": set(),
     "vcagen.interpolants": set(),
     "vcagen.autoencoder": set(),
     "vcagen.data.images": set(),

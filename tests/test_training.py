@@ -14,6 +14,7 @@ from PIL import Image
 from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
 from vcagen import training
 from vcagen.checkpoint import WEIGHTS_FILE, list_checkpoints
+from vcagen.files import locked
 from vcagen.training import train
 
 
@@ -100,21 +101,30 @@ def test_kill_minus_nine_loses_only_what_came_after_the_checkpoint(finished: Pat
     assert_same_run(tmp_path, finished)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_write_a_checkpoint_and_the_run_goes_on(tmp_path: Path, number: int, exit_code: int) -> None:
+def test_signals_write_a_checkpoint_and_the_run_goes_on(
+    tmp_path: Path, number: int, exit_code: int, num_workers: int
+) -> None:
     settings = ("train.max_steps=4000", "train.checkpoint_every=4000", "train.preview_every=4000")
     process = subprocess.Popen(
-        train_command(tmp_path, *settings), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        train_command(tmp_path, *settings, f"train.num_workers={num_workers}"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: the data workers get it too
     _, errors = process.communicate(timeout=60)
     assert process.returncode == exit_code
     (step, _), *more = list_checkpoints(tmp_path)
     assert not more
-    assert f"stopped by {signal.Signals(number).name} after step {step}; the same command goes on" in errors
+    name = signal.Signals(number).name
+    assert f"stopped by {name} after step {step}; the same command goes on from step {step}" in errors
     train(tiny_config(tmp_path, f"train.max_steps={step + 2}"))
     assert sorted(losses(tmp_path)) == list(range(1, step + 3))
 
@@ -163,7 +173,9 @@ def test_every_attention_and_objective_learns(tmp_path: Path, variant: str, atte
 
 
 def test_bf16_trains_and_keeps_float32_weights(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, "train.precision=bf16", "train.max_steps=3"))
+    # A process of its own: accelerate keeps one precision per process.
+    result = run_train(tmp_path, "train.precision=bf16", "train.max_steps=3")
+    assert result.returncode == 0, result.stderr
     tensors = tensors_of(list_checkpoints(tmp_path)[-1][1])
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
@@ -220,6 +232,50 @@ def test_one_bad_batch_costs_one_update(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
 
 
+def test_a_preview_that_fails_is_only_missed(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "write_grid", broken)
+    train(tiny_config(tmp_path, "train.preview_every=3"))
+    assert "step 6: no preview ([Errno 28] No space left on device)" in capsys.readouterr().err
+    assert_same_run(tmp_path, finished)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(ValueError, match=r"step 12: trained to the end, but not saved; there is no checkpoint"):
+        train(tiny_config(tmp_path))
+
+
+def test_an_error_between_checkpoints_loses_no_step(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = training.MetricsFile.write
+
+    def broken(self: training.MetricsFile, row: dict[str, float]) -> None:
+        if row["step"] == 7:
+            raise OSError(28, "No space left on device")
+        write(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.MetricsFile, "write", broken)
+        with pytest.raises(OSError, match="No space left"):
+            train(tiny_config(tmp_path))
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [4, 7]
+    train(tiny_config(tmp_path))
+    missed = {step: loss for step, loss in losses(finished).items() if step != 7}
+    assert losses(tmp_path) == missed
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(ValueError, match="another process is training here"):
+        train(tiny_config(tmp_path))
+    train(tiny_config(tmp_path, "train.max_steps=1"))
+
+
 def test_a_full_disk_during_a_save_keeps_the_one_before(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,12 +299,17 @@ def test_a_full_disk_during_a_save_keeps_the_one_before(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.hidden_size=34", "model.num_heads=4"], "hidden_size=34 is not divisible by model.num_heads=4"),
+        (["model.num_heads=5"], "hidden_size=32 is not divisible by model.num_heads=5"),
         (["model.attention.contrast_grid=[5,2]"], "contrast_grid=[5, 2] is larger than the token grid [4, 4]"),
         (["model.patch_size=3"], "8x8 do not divide into patches of 3x3"),
         (["train.gradient_accumulation_steps=3"], "global_batch_size=8 does not divide"),
         (["train.trackers=[wandb9]"], "'wandb9' is not installed or not known"),
         (["train.precision=fp16"], "fp16 needs a GPU"),
+        (
+            ["train.label_dropout=0"],
+            "guidance.scale=1.5 needs a null label, which train.label_dropout=0 does not train",
+        ),
+        (["train.learning_rate=.inf"], "train.learning_rate"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_run_folder_is_made(

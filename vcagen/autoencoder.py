@@ -26,6 +26,11 @@ class IdentityAutoencoder:
         """(C, H, W) of the latents of images (C, H, W)."""
         return image_shape
 
+    def image_size(self, latent_size: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) of the images that latents of (H, W) decode to."""
+        height, width = latent_size
+        return height, width
+
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images uint8 (B, C, H, W) to moments (B, 2C, H, W), float32: mean, then standard deviation (here 0)."""
         mean = images.float() / 127.5 - 1

@@ -7,14 +7,14 @@
     run.yaml                 the resolved config
 """
 
-import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,29 @@ from vcagen.files import write_json
 from vcagen.models.transformer import DiffusionTransformer
 
 Weights = Literal["ema", "model"]
+
+
+class CheckpointState(BaseModel, extra="forbid", frozen=True):
+    """Counters and identities of a checkpoint, `state.json`.
+
+    Attributes:
+        step: updates done, skipped ones included.
+        ema_updates: updates that the EMA has seen.
+        ema_decay: its decay.
+        class_names: in label order.
+        data_fingerprint: identity of the training data and its order.
+        scaler: the loss scaler's state in fp16 training.
+        torch_version: that wrote it.
+    """
+
+    step: int
+    ema_updates: int
+    ema_decay: float
+    class_names: tuple[str, ...]
+    data_fingerprint: str
+    scaler: dict[str, float] | None
+    torch_version: str
+
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -55,11 +78,10 @@ def resolve_checkpoint(path: Path) -> Path:
 
 def save_checkpoint(
     run_dir: Path,
-    step: int,
+    state: CheckpointState,
     model: DiffusionTransformer,
     ema: DiffusionTransformer,
     optimizer_tensors: dict[str, torch.Tensor],
-    state: dict[str, Any],
     config: RunConfig,
 ) -> Path:
     """Writes a checkpoint; afterwards all but the newest `train.keep_checkpoints` are deleted.
@@ -67,7 +89,7 @@ def save_checkpoint(
     Raises:
         OSError: the disk refused; what was there before is as it was.
     """
-    folder = run_dir / "checkpoints" / f"step_{step:07d}"
+    folder = run_dir / "checkpoints" / f"step_{state.step:07d}"
     aside = folder.with_name(f".{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -76,7 +98,7 @@ def save_checkpoint(
         ema.save_pretrained(aside / "ema")
         save_file(optimizer_tensors, aside / "optimizer.safetensors")
         (aside / "run.yaml").write_text(dump_config(config))
-        write_json(aside / "state.json", {"step": step, **state})
+        write_json(aside / "state.json", state.model_dump())
         if folder.exists():  # a step trained again after an older checkpoint was resumed
             shutil.rmtree(folder)
         os.replace(aside, folder)
@@ -84,17 +106,18 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     for _, old in list_checkpoints(run_dir)[: -config.train.keep_checkpoints]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def load_state(checkpoint: Path) -> dict[str, Any]:
+def load_state(checkpoint: Path) -> CheckpointState:
     """The counters of a checkpoint; a `ValueError` where the file cannot be read."""
     path = checkpoint / "state.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+        return CheckpointState.model_validate_json(path.read_text())
+    except (OSError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read ({reason}); the checkpoint is damaged") from error
 
 
 def load_run_config(checkpoint: Path) -> RunConfig:

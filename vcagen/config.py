@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from vcagen.attention import AttentionConfig, MHSAConfig
 from vcagen.autoencoder import IdentityConfig
-from vcagen.data import DataConfig
+from vcagen.data import DataConfig, FolderName
 from vcagen.guidance import GuidanceConfig
 from vcagen.models.variants import parse_variant
 from vcagen.objectives import ObjectiveConfig
@@ -22,6 +22,9 @@ CONFIG_VERSION = 1
 
 # Sections with a `name` that decides which other keys there are.
 NAMED_SECTIONS = ("data", "autoencoder", "model.attention", "objective", "sampler")
+
+# Overrides whose value is a path, and not YAML, where '#' would start a comment.
+VERBATIM = ("run_dir=", "data.root=")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -44,7 +47,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         return self
 
 
-class TrainConfig(BaseModel, extra="forbid", frozen=True):
+class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The loop; the defaults are the recipe of the DiT and SiT papers."""
 
     max_steps: PositiveInt = 400_000
@@ -72,7 +75,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
     """A whole run. `objective` and `sampler` follow from the variant's family where they are not given."""
 
     config_version: int = CONFIG_VERSION
-    run_dir: str
+    run_dir: FolderName
     seed: int = 0
     data: DataConfig
     autoencoder: IdentityConfig = IdentityConfig()
@@ -110,18 +113,18 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
                 f"model.variant={self.model.variant} and objective.name={self.objective.name} contradict each "
                 "other; DiT variants are trained with diffusion, SiT variants with flow"
             )
-        check_sampler(self.objective.name, self.sampler)
+        fitting = DIFFUSION_SAMPLERS if is_diffusion else FLOW_SAMPLERS
+        if not isinstance(self.sampler, fitting):
+            names = ", ".join(config.model_fields["name"].default for config in fitting)
+            raise ValueError(
+                f"sampler.name={self.sampler.name} does not sample {self.objective.name} models; use one of {names}"
+            )
+        if self.guidance.scale != 1 and not self.train.label_dropout:
+            raise ValueError(
+                f"guidance.scale={self.guidance.scale:g} needs a null label, which train.label_dropout=0 does not "
+                "train; use guidance.scale=1"
+            )
         return self
-
-
-def check_sampler(objective_name: str, sampler: BaseModel) -> None:
-    """A `ValueError` if the sampler does not fit models of this objective."""
-    fitting = DIFFUSION_SAMPLERS if objective_name == "diffusion" else FLOW_SAMPLERS
-    if not isinstance(sampler, fitting):
-        names = ", ".join(config.model_fields["name"].default for config in fitting)
-        raise ValueError(
-            f"sampler.name={sampler.name} does not sample {objective_name} models; use one of {names}"  # type: ignore[attr-defined]
-        )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -165,7 +168,9 @@ def _merged(base: DictConfig, overrides: Sequence[str], source: str) -> RunConfi
         if "=" not in override or override.startswith(("-", "=")):
             raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
     try:
-        from_line = OmegaConf.from_dotlist(list(overrides))
+        from_line = OmegaConf.from_dotlist([o for o in overrides if not o.startswith(VERBATIM)])
+        for key, value in (o.split("=", 1) for o in overrides if o.startswith(VERBATIM)):
+            OmegaConf.update(from_line, key, value)
         for section in NAMED_SECTIONS:
             name = OmegaConf.select(from_line, f"{section}.name")
             if name is not None and name != OmegaConf.select(base, f"{section}.name"):

@@ -1,6 +1,8 @@
 """Files are written aside and renamed, so that a reader never meets half of one."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -34,6 +36,12 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def file_sha256(path: Path) -> str:
+    """Hash of a file's bytes, as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def require_writable(folder: Path, num_bytes: int = 0) -> None:
     """Makes the folder and proves that files can be written there and that the disk has room.
 
@@ -53,6 +61,28 @@ def require_writable(folder: Path, num_bytes: int = 0) -> None:
             f"{folder}: {free / 1e9:.2f} GB free on this disk, but {num_bytes / 1e9:.2f} GB are needed; "
             "free space or choose another folder"
         )
+
+
+def require_file_name(path: Path) -> None:
+    """Proves that a file of this name can be written; a `ValueError` that says why not."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; give the name of a file")
+    require_writable(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process alone; the lock ends with the process, however it ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{folder}: another process is training here; choose another run_dir") from error
+        yield
 
 
 def write_image(path: Path, image: np.ndarray) -> None:

@@ -1,7 +1,5 @@
 """(seed, label) plan -> uint8 images, in any process count and batch size."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import BaseModel
 from tqdm import tqdm
 
 from vcagen import interpolants
 from vcagen.autoencoder import IdentityAutoencoder, to_numpy
-from vcagen.checkpoint import Weights, load_model, load_run_config, load_state, resolve_checkpoint
+from vcagen.checkpoint import (
+    WEIGHTS_FILE,
+    CheckpointState,
+    Weights,
+    load_model,
+    load_run_config,
+    load_state,
+    resolve_checkpoint,
+)
 from vcagen.config import RunConfig, override_sampling
-from vcagen.files import require_writable, write_image, write_json
+from vcagen.files import file_sha256
 from vcagen.guidance import GuidanceConfig, guided_model
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.objectives import DiffusionConfig, ObjectiveConfig
@@ -62,7 +67,7 @@ def parse_labels(text: str, class_names: Sequence[str]) -> list[int]:
 
 
 def _parse_label(text: str, class_names: Sequence[str]) -> int:
-    kind, _, value = text.rpartition(":") if text.startswith(("id:", "name:")) else ("", "", text)
+    kind, _, value = text.partition(":") if text.startswith(("id:", "name:")) else ("", "", text)
     by_name = class_names.index(value) if value in class_names and kind != "id" else None
     by_id = int(value) if value.removeprefix("-").isdecimal() and kind != "name" else None
     if by_name is None and by_id is None:
@@ -140,17 +145,32 @@ class LoadedRun:
     maker: ImageMaker
     checkpoint: Path
     config: RunConfig
-    class_names: tuple[str, ...]
+    state: CheckpointState
     protocol: dict[str, Any]
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """In label order."""
+        return self.state.class_names
+
+    @property
+    def folder(self) -> Path:
+        """The run folder; for a checkpoint that lies elsewhere, the checkpoint folder itself."""
+        checkpoint = self.checkpoint.resolve()
+        return checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
+
     def describe(self) -> str:
-        """One line: which weights of which checkpoint, and how they are sampled."""
+        """Which weights of which checkpoint and how they are sampled, in a line; a warning if the EMA is young."""
         sampler, guidance = self.maker.sampler, self.maker.guidance
-        return (
-            f"{self.checkpoint}: {self.protocol['weights']} weights at step {self.protocol['step']}, "
+        line = (
+            f"{self.checkpoint}: {self.protocol['weights']} weights at step {self.state.step}, "
             f"{self.config.model.variant} with {self.config.model.attention.name}; "
             f"{sampler.name}, {sampler.num_steps} steps, guidance {guidance.scale:g}"
         )
+        initial = self.state.ema_decay**self.state.ema_updates
+        if self.protocol["weights"] == "ema" and initial > 0.05:
+            line += f"\nwarning: {initial:.0%} of these EMA weights is still the initial model; try --weights model"
+        return line
 
 
 def load_run(
@@ -167,77 +187,29 @@ def load_run(
     checkpoint = resolve_checkpoint(path)
     config = override_sampling(load_run_config(checkpoint), overrides)
     state = load_state(checkpoint)
-    sampler, guidance = config.sampler, config.guidance
-    model = load_model(checkpoint, weights)
-    try:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    if guidance.scale != 1 and not model.config.has_null_label:
-        raise ValueError(
-            f"{checkpoint}: trained with train.label_dropout=0, so it has no null label to be guided with; "
-            "use guidance.scale=1"
-        )
-    maker = ImageMaker(model, config.objective, sampler, guidance, IdentityAutoencoder())
+    autoencoder = IdentityAutoencoder()
+    model = load_model(checkpoint, weights).to(usable_device(device))
+    maker = ImageMaker(model, config.objective, config.sampler, config.guidance, autoencoder)
     protocol = {
         "checkpoint": str(checkpoint),
-        "step": state["step"],
+        "weights_sha256": file_sha256(checkpoint / weights / WEIGHTS_FILE),
+        "step": state.step,
         "weights": weights,
         "variant": config.model.variant,
         "attention": config.model.attention.model_dump(mode="json"),
         "objective": config.objective.model_dump(mode="json"),
-        "sampler": sampler.model_dump(mode="json"),
-        "guidance": guidance.model_dump(mode="json"),
+        "sampler": config.sampler.model_dump(mode="json"),
+        "clip_range": autoencoder.latent_range if config.objective.name == "diffusion" else None,
+        "guidance": config.guidance.model_dump(mode="json"),
     }
-    return LoadedRun(maker, checkpoint, config, tuple(state["class_names"]), protocol)
+    return LoadedRun(maker, checkpoint, config, state, protocol)
 
 
-def write_samples(
-    run: LoadedRun,
-    samples: Sequence[PlannedSample],
-    folder: Path,
-    batch_size: int,
-    rank: int,
-    num_processes: int,
-) -> None:
-    """Writes images as `000000.png`, ... and their plan and protocol as `samples.json`; what is there is kept.
-
-    A process takes every `num_processes`-th sample. The same call goes on with an interrupted folder.
-
-    Raises:
-        ValueError: the folder cannot be written or holds samples of another plan or protocol.
-    """
-    record = {
-        "protocol": run.protocol,
-        "class_names": list(run.class_names),
-        "samples": [sample.model_dump() for sample in samples],
-    }
-    require_writable(folder)
-    path = folder / "samples.json"
-    if path.exists():
-        if json.loads(path.read_text()) != record:
-            raise ValueError(f"{folder}: holds other samples already; choose another folder or delete it")
-    elif any(folder.glob("*.png")):
-        raise ValueError(f"{folder}: holds images that were not sampled here; choose an empty folder")
-    elif rank == 0:
-        write_json(path, record)
-    missing = [sample for sample in samples[rank::num_processes] if not _image_path(folder, sample).exists()]
-    for sample, image in run.maker.images(missing, batch_size, progress=rank == 0):
-        write_image(_image_path(folder, sample), image)
-
-
-def read_samples(samples: Sequence[PlannedSample], folder: Path) -> np.ndarray:
-    """Images that `write_samples` wrote, uint8 (N, H, W, 1 or 3)."""
-    images = np.stack([np.asarray(Image.open(_image_path(folder, sample))) for sample in samples])
-    return images if images.ndim == 4 else images[..., None]
-
-
-def _image_path(folder: Path, sample: PlannedSample) -> Path:
-    return folder / f"{sample.index:06d}.png"
-
-
-def samples_folder(run: LoadedRun, samples: Sequence[PlannedSample], run_dir: Path) -> Path:
-    """A folder of the run's own for these samples: another plan or protocol is another folder."""
-    record = json.dumps([run.protocol, [sample.model_dump() for sample in samples]])
-    digest = hashlib.sha256(record.encode()).hexdigest()[:8]
-    return run_dir / "samples" / f"step_{run.protocol['step']:07d}-{len(samples)}-{digest}"
+def usable_device(name: str | None) -> torch.device:
+    """The device called `name`, or the GPU if there is one; a `ValueError` if tensors cannot be kept there."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device

@@ -10,7 +10,7 @@ from vcagen.callables import Model, ModelFn
 from vcagen.seeds import uniform
 
 
-class GuidanceConfig(BaseModel, extra="forbid", frozen=True):
+class GuidanceConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How samples are guided.
 
     Attributes:

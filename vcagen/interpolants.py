@@ -84,12 +84,6 @@ def score_from_velocity(c: Coefficients, velocity: torch.Tensor, x: torch.Tensor
     return (ratio * velocity - x) / (c.sigma**2 - ratio * c.d_sigma * c.sigma)
 
 
-def noise_from_velocity(c: Coefficients, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Expected noise x_0 at x; finite on the whole of [0, 1] for Linear and GVP."""
-    ratio = c.alpha / c.d_alpha
-    return (ratio * velocity - x) / (ratio * c.d_sigma - c.sigma)
-
-
 def velocity_from(prediction: Prediction, c: Coefficients, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Velocity (noise to data) from what a model trained on `prediction` returns at x."""
     if prediction == "velocity":

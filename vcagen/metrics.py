@@ -1,5 +1,4 @@
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,25 @@ class LossWindow:
         self.sums: dict[str, torch.Tensor] = {}
         self.num_samples = 0
         self.num_steps = 0
+        self.seconds = 0.0
         self.gradient_norm = torch.zeros(())
-        self.started = time.perf_counter()
 
-    def add(self, micro_batches: list[dict[str, torch.Tensor]], gradient_norm: torch.Tensor) -> None:
-        """Adds one update: losses and parts, (B,) each, of its micro-batches."""
+    def add(self, micro_batches: list[dict[str, torch.Tensor]], gradient_norm: torch.Tensor, seconds: float) -> None:
+        """Adds one update: losses and parts, (B,) each, of its micro-batches, and the time it took."""
         for parts in micro_batches:
             for name, values in parts.items():
                 total = values.detach().double().sum()
                 self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.num_samples += len(parts["loss"])
         self.num_steps += 1
+        self.seconds += seconds
         self.gradient_norm = gradient_norm.detach()
 
     def close(self, step: int, learning_rate: float) -> dict[str, Any]:
-        """The row for `step`, a number for each name, and a new window; call it on every process."""
+        """The row for `step`, and a new window; call it on every process.
+
+        Losses are means over the window, `gradient_norm` is the last update's, before clipping.
+        """
         names = sorted(self.sums)
         device = self.accelerator.device
         local = torch.stack([*(self.sums[name] for name in names), torch.tensor(self.num_samples, device=device)])
@@ -44,7 +47,7 @@ class LossWindow:
             **{name: total / count for name, total in zip(names, totals, strict=True)},
             "learning_rate": learning_rate,
             "gradient_norm": float(self.gradient_norm),
-            "steps_per_second": self.num_steps / (time.perf_counter() - self.started),
+            "steps_per_second": self.num_steps / self.seconds,
         }
         self._start()
         return row
@@ -72,11 +75,14 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line that a kill cut short is left out."""
+    """The rows of a metrics file; what follows a line that a kill cut short is left out."""
     rows = []
     for line in path.read_text().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
     return rows

@@ -5,13 +5,16 @@ from typing import Any
 import torch
 
 from vcagen import checkpoint as checkpoints
+from vcagen.checkpoint import CheckpointState
 from vcagen.config import RunConfig
+from vcagen.data import ImageData
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import OptimizerTensors
 
 # Keys that a resumed run may change; any other would make it another experiment.
 RESUMABLE_KEYS = (
     "run_dir",
+    "data.root",
     "sampler",
     "guidance",
     "model.gradient_checkpointing",
@@ -31,23 +34,28 @@ RESUMABLE_KEYS = (
 def resume(
     checkpoint: Path,
     config: RunConfig,
-    class_names: tuple[str, ...],
+    data: ImageData,
     model: DiffusionTransformer,
     ema: torch.optim.swa_utils.AveragedModel,
     moments: OptimizerTensors,
-) -> dict[str, Any]:
+) -> CheckpointState:
     """Loads everything a checkpoint holds into the run and returns its counters.
 
     Raises:
-        ValueError: the checkpoint is of another run (other settings, other classes) or damaged; what was loaded by
+        ValueError: the checkpoint is of another run (other settings, classes or data) or damaged; what was loaded by
             then is not to be trained on.
     """
     _require_same_settings(config, checkpoints.load_run_config(checkpoint), checkpoint)
     state = checkpoints.load_state(checkpoint)
-    _require_same_classes(class_names, tuple(state["class_names"]), checkpoint)
+    _require_same_classes(data.class_names, state.class_names, checkpoint)
+    if state.data_fingerprint != data.fingerprint:
+        raise ValueError(
+            f"{checkpoint}: trained on other data (files were added, removed or renamed since); "
+            "put them back, or choose another run_dir"
+        )
     model.load_state_dict(checkpoints.load_model(checkpoint, "model").state_dict())
     ema.module.load_state_dict(checkpoints.load_model(checkpoint, "ema").state_dict())
-    ema.n_averaged.fill_(state["ema_updates"] + 1)
+    ema.n_averaged.fill_(state.ema_updates + 1)
     moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
     return state
 

@@ -1,7 +1,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -11,36 +11,46 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; the checkpoint is written. `exit_code` is 128 + the signal's number."""
+    """A signal asked the run to stop. `exit_code` is 128 + the signal's number."""
 
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
+    def __init__(self, signal_number: int, step: int, what_is_kept: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}; {what_is_kept}")
         self.exit_code = 128 + signal_number
 
 
-@contextlib.contextmanager
-def stop_signal(accelerator: Accelerator) -> Iterator[Callable[[], int]]:
-    """Within the block SIGINT and SIGTERM only leave their number; a second SIGINT ends the process at once.
+def leave_signals_to_the_main_process(_: int) -> None:
+    """For data workers: a Ctrl-C reaches the whole process group, and without them there is no last step."""
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    Yields:
-        A function that every process calls at the same step: the number that any of them received, or 0.
-    """
-    received = 0
 
-    def remember(number: int, _: FrameType | None) -> None:
-        nonlocal received
-        if received and number == signal.SIGINT:
+class StopSignal:
+    """The number of the SIGINT or SIGTERM that came, 0 if none did."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.number = 0
+
+    def remember(self, number: int, _: FrameType | None) -> None:
+        """The signal handler. A SIGINT after either signal ends the process at once."""
+        if self.number and number == signal.SIGINT:
             os._exit(128 + number)
-        received = number
+        self.number = number
 
-    def agreed() -> int:
-        if accelerator.num_processes == 1:
-            return received
-        return int(accelerator.gather(torch.tensor([received], device=accelerator.device)).max())
+    def agreed(self) -> int:
+        """The number that any process received; every process calls this at the same step."""
+        if self.accelerator.num_processes == 1:
+            return self.number
+        return int(self.accelerator.gather(torch.tensor([self.number], device=self.accelerator.device)).max())
 
-    before = {number: signal.signal(number, remember) for number in HANDLED}
+
+@contextlib.contextmanager
+def stop_signal(accelerator: Accelerator) -> Iterator[StopSignal]:
+    """Within the block SIGINT and SIGTERM only leave their number."""
+    stop = StopSignal(accelerator)
+    before = {number: signal.signal(number, stop.remember) for number in HANDLED}
     try:
-        yield agreed
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,7 +7,8 @@ restore but weights, optimiser moments and counters.
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,12 @@ from tqdm import tqdm
 
 from vcagen import checkpoint as checkpoints
 from vcagen.autoencoder import IdentityAutoencoder
+from vcagen.checkpoint import CheckpointState
 from vcagen.config import RunConfig, TrainConfig, dump_config
 from vcagen.curves import plot_losses
 from vcagen.data import ImageData, build_data
 from vcagen.data.order import TrainingOrder
-from vcagen.files import require_writable, write_grid, write_text
+from vcagen.files import locked, require_writable, write_grid, write_text
 from vcagen.generation import ImageMaker, plan_samples
 from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
@@ -36,7 +38,7 @@ from vcagen.objectives import Objective, build_objective
 from vcagen.optimizer import OptimizerTensors, build_optimizer, learning_rate
 from vcagen.resume import resume
 from vcagen.seeds import sample_generator, seed_from, uniform
-from vcagen.signals import Interrupted, stop_signal
+from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -87,46 +89,16 @@ def train(config: RunConfig) -> None:
             row were not finite.
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
-    run, first_step = _prepare(config)
-    accelerator = run.accelerator
-    if first_step >= config.train.max_steps:
-        accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
-        return
-    batches = _batches(run, first_step)
-    metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
-    window = LossWindow(accelerator)
-    bad_steps = 0
-    bar = tqdm(
-        total=config.train.max_steps,
-        initial=first_step,
-        desc="training",
-        unit="step",
-        disable=not accelerator.is_main_process,
-    )
-    with bar, stop_signal(accelerator) as received:
-        for step in range(first_step + 1, config.train.max_steps + 1):
-            bad_steps = 0 if _update(run, step, batches, window) else bad_steps + 1
-            if bad_steps >= config.train.max_bad_steps:
-                raise ValueError(_not_finite_message(run.folder, step, bad_steps))
-            bar.update()
-
-            signal_number = received()
-            is_last = step == config.train.max_steps
-            saves = is_last or bool(signal_number) or step % config.train.checkpoint_every == 0
-            if (saves or step % config.train.log_every == 0) and window.num_samples:
-                row = window.close(step, learning_rate(config.train, step - 1))
-                metrics.write(row)
-                bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
-            if accelerator.is_main_process:
-                if saves and not bad_steps:
-                    _save(run, step)
-                if is_last or step % config.train.preview_every == 0:
-                    _write_preview(run, step)
-            if signal_number:
-                raise Interrupted(signal_number, step)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        plot_losses([run.folder], run.folder / "loss.png")
+    with contextlib.ExitStack() as stack:
+        run, first_step = _prepare(config, stack)
+        accelerator = run.accelerator
+        if first_step >= config.train.max_steps:
+            accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
+            return
+        _loop(run, first_step)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _try("no loss curve", lambda: plot_losses([run.folder], run.folder / "loss.png"))
         accelerator.print(
             f"trained to step {config.train.max_steps}\n"
             f"  {run.folder}/checkpoints: weights, EMA weights and optimiser\n"
@@ -135,8 +107,79 @@ def train(config: RunConfig) -> None:
         )
 
 
-def _prepare(config: RunConfig) -> tuple[Run, int]:
-    """Builds and checks everything, resumes if there is a checkpoint; the step to go on from. See `train`."""
+class NotFiniteError(ValueError):
+    """Too many updates in a row were not finite; the weights since the last checkpoint are not to be trusted."""
+
+
+def _loop(run: Run, first_step: int) -> None:
+    """All updates from `first_step` on, with rows, checkpoints and previews at their intervals. See `train`."""
+    config, accelerator = run.config.train, run.accelerator
+    batches = _batches(run, first_step)
+    metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
+    window = LossWindow(accelerator)
+    bad_steps, done, is_saved = 0, first_step, True
+    bar = tqdm(
+        total=config.max_steps,
+        initial=first_step,
+        desc="training",
+        unit="step",
+        disable=not accelerator.is_main_process,
+    )
+    with bar, stop_signal(accelerator) as stop:
+        try:
+            for step in range(first_step + 1, config.max_steps + 1):
+                bad_steps = 0 if _update(run, step, batches, window) else bad_steps + 1
+                if bad_steps >= config.max_bad_steps:
+                    raise NotFiniteError(_not_finite_message(run.folder, step, bad_steps))
+                done, is_saved = step, False
+                bar.update()
+
+                signal_number = stop.agreed()
+                is_last = step == config.max_steps
+                saves = is_last or bool(signal_number) or step % config.checkpoint_every == 0
+                if (saves or step % config.log_every == 0) and window.num_samples:
+                    row = window.close(step, learning_rate(config, step - 1))
+                    metrics.write(row)
+                    bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
+                if accelerator.is_main_process:
+                    is_saved = saves and _save(run, step)
+                    if is_last or step % config.preview_every == 0:
+                        _try(f"step {step}: no preview", lambda step=step: _write_preview(run, step))  # type: ignore[misc]
+                if signal_number:
+                    accelerator.wait_for_everyone()  # for the checkpoint, before a launcher sees an exit
+                    raise Interrupted(signal_number, step, _what_is_kept(run.folder))
+        except (NotFiniteError, Interrupted):
+            raise
+        except Exception as error:  # data that cannot be read, a full disk: what was done is not lost
+            if accelerator.is_main_process and not is_saved:
+                _save(run, done)
+            if stop.number:  # it reached the data workers too, and their end is this error
+                raise Interrupted(stop.number, done, _what_is_kept(run.folder)) from error
+            raise
+    if accelerator.is_main_process and not is_saved:
+        raise ValueError(f"step {done}: trained to the end, but not saved; {_what_is_kept(run.folder)}")
+
+
+def _what_is_kept(folder: Path) -> str:
+    found = checkpoints.list_checkpoints(folder)
+    if not found:
+        return "there is no checkpoint, so the same command starts anew"
+    return f"the same command goes on from step {found[-1][0]}"
+
+
+def _try(what_is_missing: str, work: Callable[[], None]) -> None:
+    """Does something that training can do without; where it fails, a message says what is missing."""
+    try:
+        work()
+    except (ValueError, OSError, SafetensorError) as error:
+        tqdm.write(f"{what_is_missing} ({error})", file=sys.stderr)
+
+
+def _prepare(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, int]:
+    """Builds and checks everything, resumes if there is a checkpoint; the step to go on from. See `train`.
+
+    The run folder's lock and the trackers are the stack's to close.
+    """
     folder = Path(config.run_dir)
     accelerator = _build_accelerator(config)
     _micro_batch_size(config.train, accelerator.num_processes)
@@ -147,14 +190,17 @@ def _prepare(config: RunConfig) -> tuple[Run, int]:
     optimizer = build_optimizer(raw_model, config.train)
     moments = OptimizerTensors(raw_model, optimizer)
     num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
-    if accelerator.is_main_process:
-        # Two sets of weights and two of moments, in every kept checkpoint and the one being written.
-        require_writable(folder, 16 * num_parameters * (config.train.keep_checkpoints + 1))
+    _require_same_data(accelerator, data)
     found = checkpoints.list_checkpoints(folder)
-    first_step, state = 0, {}
+    if accelerator.is_main_process:
+        # Two sets of weights and two of moments, in every checkpoint that is still to come.
+        new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
+        require_writable(folder, 16 * num_parameters * new_checkpoints)
+        stack.enter_context(locked(folder))
+    first_step, scaler_state = 0, None
     if found:
         first_step, newest = found[-1]
-        state = resume(newest, config, data.class_names, raw_model, ema, moments)
+        scaler_state = resume(newest, config, data, raw_model, ema, moments).scaler
     if accelerator.is_main_process:
         write_text(folder / "run.yaml", dump_config(config))
     accelerator.print(
@@ -164,9 +210,10 @@ def _prepare(config: RunConfig) -> tuple[Run, int]:
     )
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
-    if accelerator.scaler is not None and state.get("scaler"):
-        accelerator.scaler.load_state_dict(state["scaler"])
+    if accelerator.scaler is not None and scaler_state:
+        accelerator.scaler.load_state_dict(scaler_state)
     accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
+    stack.callback(accelerator.end_training)
     objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
     return (
         Run(config, accelerator, data, raw_model, model, ema, optimizer, moments, objective, autoencoder),
@@ -214,6 +261,12 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
     )
 
 
+def _require_same_data(accelerator: Accelerator, data: ImageData) -> None:
+    fingerprint = torch.tensor([int(data.fingerprint[:15], 16)], device=accelerator.device)
+    if len(accelerator.gather(fingerprint).unique()) > 1:
+        raise ValueError("data: the processes see different files; give all of them the same folder")
+
+
 def _micro_batch_size(config: TrainConfig, num_processes: int) -> int:
     parts = num_processes * config.gradient_accumulation_steps
     if config.global_batch_size % parts:
@@ -243,19 +296,23 @@ def _batches(run: Run, first_step: int) -> Iterator[Batch]:
         first_step=first_step,
         max_steps=config.train.max_steps,
     )
-    return iter(
-        DataLoader(
-            TrainingImages(run.data),
-            batch_sampler=order,
-            num_workers=config.train.num_workers,
-            pin_memory=accelerator.device.type == "cuda",
-        )
+    loader = DataLoader(
+        TrainingImages(run.data),
+        batch_sampler=order,
+        num_workers=config.train.num_workers,
+        worker_init_fn=leave_signals_to_the_main_process,
+        pin_memory=accelerator.device.type == "cuda",
     )
+    try:
+        yield from loader
+    except ValueError as error:  # a worker's error arrives with its traceback as text
+        raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
 
 
 def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -> bool:
     """One optimiser step, counted from 1, over all its micro-batches; False if it was not finite and was skipped."""
     config, accelerator = run.config.train, run.accelerator
+    started = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step - 1)
     bad_samples: list[int] = []
@@ -280,7 +337,7 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
     run.optimizer.zero_grad()
     if is_good:
         run.ema.update_parameters(run.raw_model)
-        window.add(losses, norm)
+        window.add(losses, norm, time.perf_counter() - started)
     else:
         what = f"the loss of samples {bad_samples}" if bad_samples else "the gradient"
         tqdm.write(f"step {step}: {what} is not finite; update skipped", file=sys.stderr)
@@ -305,27 +362,29 @@ def _not_finite_message(folder: Path, step: int, bad_steps: int) -> str:
     found = checkpoints.list_checkpoints(folder)
     kept = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint was written yet"
     return (
-        f"step {step}: {bad_steps} updates in a row were not finite; {kept}; "
-        "lower train.learning_rate, set train.gradient_clip, or use train.precision=fp32"
+        f"step {step}: {bad_steps} updates in a row were not finite; {kept}; start another run_dir with a lower "
+        "train.learning_rate, with train.gradient_clip, or with train.precision=fp32"
     )
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: Run, step: int) -> bool:
     """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again."""
     scaler = run.accelerator.scaler
-    state = {
-        "ema_updates": int(run.ema.n_averaged) - 1,
-        "ema_decay": run.config.train.ema_decay,
-        "class_names": list(run.data.class_names),
-        "scaler": scaler.state_dict() if scaler is not None else None,
-        "torch": torch.__version__,
-    }
+    state = CheckpointState(
+        step=step,
+        ema_updates=int(run.ema.n_averaged) - 1,
+        ema_decay=run.config.train.ema_decay,
+        class_names=run.data.class_names,
+        data_fingerprint=run.data.fingerprint,
+        scaler=scaler.state_dict() if scaler is not None else None,
+        torch_version=torch.__version__,
+    )
     try:
-        checkpoints.save_checkpoint(
-            run.folder, step, run.raw_model, run.ema_model, run.moments.read(), state, run.config
-        )
+        checkpoints.save_checkpoint(run.folder, state, run.raw_model, run.ema_model, run.moments.read(), run.config)
     except (OSError, SafetensorError) as error:
-        tqdm.write(f"step {step}: no checkpoint written ({error}); the one before is as it was", file=sys.stderr)
+        tqdm.write(f"step {step}: no checkpoint written ({error}); those before are as they were", file=sys.stderr)
+        return False
+    return True
 
 
 def _write_preview(run: Run, step: int) -> None:

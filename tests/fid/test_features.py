@@ -58,7 +58,7 @@ def test_images_must_be_uint8_with_three_channels(name, inception):
 
 
 def test_weights_that_are_missing_or_not_inceptions_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no Inception weights at .*missing\.pth; pass --weights PATH"):
+    with pytest.raises(ValueError, match=r"no Inception weights at .*missing\.pth; pass --extractor-weights PATH"):
         build_extractor(INCEPTION, tmp_path / "missing.pth")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"other\.pth does not hold Inception weights; expected weights"):
@@ -84,7 +84,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
-    with pytest.raises(ValueError, match=f"pass --weights PATH to {INCEPTION_FILE}$") as raised:
+    with pytest.raises(ValueError, match=f"pass --extractor-weights PATH to {INCEPTION_FILE}$") as raised:
         build_extractor(INCEPTION)
     assert INCEPTION_FILE == "weights-inception-2015-12-05-6726825d.pth"
     assert "\n" not in str(raised.value)
@@ -116,7 +116,7 @@ def test_digits_extractor_is_the_classifier(digits_images):
     assert len(extractor.weights_sha256) == 64
     with pytest.raises(ValueError, match="32x32; the digits classifier takes 8x8 only"):
         extractor(random_images(1, 3, 32, 32))
-    with pytest.raises(ValueError, match="brings its own weights; leave out --weights"):
+    with pytest.raises(ValueError, match="brings its own weights; leave out --extractor-weights"):
         build_extractor(DIGITS, "inception.pth")
 
 

@@ -53,6 +53,12 @@ def test_exact_model_reaches_the_gaussian(config: DDPMConfig | DDIMConfig) -> No
     assert final.std().item() == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.parametrize("num_steps", [143, 300, 600, 1])
+def test_ddim_refuses_steps_that_would_leave_out_the_noisiest_timesteps(num_steps: int) -> None:
+    with pytest.raises(ValueError, match=r"divide 1000|greater than or equal to 2"):
+        DDIMConfig(num_steps=num_steps)
+
+
 def test_each_sample_has_its_own_noise_at_every_step() -> None:
     def run(rows: list[int]) -> torch.Tensor:
         noise = torch.zeros(len(rows), 1, 2, 2)

@@ -18,7 +18,7 @@ Stream = Literal["pool", "embedding", "pool+embedding"]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-class VCAConfig(BaseModel, extra="forbid", frozen=True):
+class VCAConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Settings of VCA; the defaults are the released form.
 
     Attributes:

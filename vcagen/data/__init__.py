@@ -5,9 +5,21 @@ from typing import Annotated
 from pydantic import Field
 
 from vcagen.data.digits import Digits, DigitsConfig
-from vcagen.data.image_folder import ImageFolder, ImageFolderConfig
+from vcagen.data.image_folder import FolderName, ImageFolder, ImageFolderConfig
 
 DataConfig = Annotated[DigitsConfig | ImageFolderConfig, Field(discriminator="name")]
+
+__all__ = [
+    "DataConfig",
+    "Digits",
+    "DigitsConfig",
+    "FolderName",
+    "ImageData",
+    "ImageFolder",
+    "ImageFolderConfig",
+    "build_data",
+]
+
 ImageData = Digits | ImageFolder
 
 

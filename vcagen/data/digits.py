@@ -1,3 +1,4 @@
+import hashlib
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ class Digits:
         class_names: "0".."9", in label order.
         labels: int (N,).
         can_mirror: a mirrored digit is another sign.
+        fingerprint: hash of images and labels.
         report: one line on what is used.
     """
 
@@ -33,6 +35,7 @@ class Digits:
         # Grey levels 0..16 to 0..255.
         self.images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]  # (N, 1, 8, 8)
         self.labels = digits.target
+        self.fingerprint = hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.images)

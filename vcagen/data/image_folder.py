@@ -1,10 +1,14 @@
+import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from vcagen.data.images import center_crop, check_images, decode_image, walk_class_folders
+
+FolderName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
 class ImageFolderConfig(BaseModel, extra="forbid", frozen=True):
@@ -18,7 +22,7 @@ class ImageFolderConfig(BaseModel, extra="forbid", frozen=True):
     """
 
     name: Literal["image_folder"] = "image_folder"
-    root: str
+    root: FolderName
     image_size: Annotated[int, Field(ge=1)] = 64
     horizontal_flip: bool = True
     on_bad: Literal["stop", "skip"] = "stop"
@@ -32,7 +36,7 @@ class ImageFolder:
     Attributes:
         image_shape: (3, size, size).
         class_names: in label order.
-        labels: int (N,).
+        fingerprint: hash of which files are there, under which labels and in which order.
         report: one line on what was used, ignored and skipped.
 
     Raises:
@@ -45,7 +49,8 @@ class ImageFolder:
         tree = tree.without(bad)
         self.files = tree.files
         self.class_names = tree.class_names
-        self.labels = np.array([file.label for file in tree.files])
+        listing = "\n".join(f"{f.label} {f.path.relative_to(config.root).as_posix()}" for f in tree.files)
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()
         self.image_shape = (3, config.image_size, config.image_size)
         self.can_mirror = config.horizontal_flip
         self.report = (

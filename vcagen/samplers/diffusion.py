@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from vcagen.callables import ModelFn
 from vcagen.samplers.checks import require_finite
 
-Steps = Annotated[int, Field(ge=1, le=1000)]
+Steps = Annotated[int, Field(ge=2, le=1000)]
 
 
 class DDPMConfig(BaseModel, extra="forbid", frozen=True):
@@ -25,6 +25,14 @@ class DDIMConfig(BaseModel, extra="forbid", frozen=True):
 
     name: Literal["ddim"] = "ddim"
     num_steps: Steps = 50
+
+    @field_validator("num_steps")
+    @classmethod
+    def _divides_the_timesteps(cls, num_steps: int) -> int:
+        # Otherwise the last, noisiest timesteps would be left out, and sampling would start too late.
+        if 1000 % num_steps:
+            raise ValueError("DDIM's steps must divide 1000, such as 20, 25, 40, 50, 100 or 250")
+        return num_steps
 
 
 def sample_diffusion(

@@ -19,7 +19,7 @@ Form = Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasi
 SBDM_START = 1e-3
 
 
-class EulerMaruyamaConfig(BaseModel, extra="forbid", frozen=True):
+class EulerMaruyamaConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """dx = (v + w s) dt + sqrt(2 w) dW, with velocity v and score s from one model call per step.
 
     Attributes:
@@ -27,9 +27,9 @@ class EulerMaruyamaConfig(BaseModel, extra="forbid", frozen=True):
             code's N is our N - 1.
         form: diffusion strength w(t): `sigma` sigma_t, `linear` 1 - t, `constant` 1, `decreasing`
             (cos(pi t) + 1)^2 / 4, `increasing-decreasing` sin^2(pi t), `SBDM` the path's own.
-        norm: factor on w, except for SBDM and sigma of norm 1, as published.
+        norm: factor on w.
         last_step: `mean` the drift without noise, `euler` the velocity alone, `tweedie` the expected data,
-            `none` no last step: the grid runs to t = 1.
+            `none` no last step: the grid runs to the end of the interval.
         last_step_size: its length in time.
     """
 
@@ -38,7 +38,7 @@ class EulerMaruyamaConfig(BaseModel, extra="forbid", frozen=True):
     form: Form = "sigma"
     norm: Annotated[float, Field(gt=0)] = 1.0
     last_step: Literal["mean", "euler", "tweedie", "none"] = "mean"
-    last_step_size: Annotated[float, Field(gt=0, lt=1)] = 0.04
+    last_step_size: Annotated[float, Field(ge=1e-3, le=0.5)] = 0.04
 
 
 def diffusion_strength(form: Form, c: Coefficients, t: torch.Tensor, norm: float) -> torch.Tensor:
