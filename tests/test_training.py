@@ -346,7 +346,7 @@ def test_a_disk_without_room_is_seen_before_training(tmp_path: Path, monkeypatch
     [
         ("model.attention.name=mhsa", "model.attention.name was 'vca', now 'mhsa'"),
         ("seed=5", "seed was 0, now 5"),
-        ("train.learning_rate=1e-3", "train.learning_rate was 0.0015, now 0.001"),
+        ("train.learning_rate=1e-3", "train.learning_rate was 0.003, now 0.001"),
     ],
 )
 def test_other_settings_do_not_resume(finished: Path, override: str, message: str) -> None:
