@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from vcagen.data.digits import Digits
+
 WEIGHTS_NAME = "digits_classifier.safetensors"
 RECORD_NAME = "digits_classifier.json"
 SEED = 0
@@ -96,14 +98,12 @@ class DigitsSplit(NamedTuple):
 def load_split() -> DigitsSplit:
     """The 1,797 digits, one fifth of every class held out; 0..16 grey becomes 0..255."""
     # Only training and tests need scikit-learn; loading the weights should not wait for its import.
-    from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
-    images = torch.from_numpy(np.round(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    labels = torch.from_numpy(digits.target).long()
+    digits = Digits()
+    images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.labels).long()
     train, held_out = train_test_split(
-        np.arange(len(labels)), test_size=HELD_OUT_FRACTION, random_state=SEED, stratify=digits.target
+        np.arange(len(labels)), test_size=HELD_OUT_FRACTION, random_state=SEED, stratify=digits.labels
     )
     return DigitsSplit(images[train], labels[train], images[held_out], labels[held_out], held_out.tolist())
 

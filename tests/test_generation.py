@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import fill_with_noise
 from tests.tiny_runs import ROOT, tiny_config
-from vcagen import training
+from vcagen import run as run_module
 from vcagen.checkpoint import load_model
 from vcagen.generation import LoadedRun, PlannedSample, load_run, parse_labels, plan_samples
 from vcagen.sample_folder import prepare_samples, samples_folder, write_samples
@@ -27,14 +27,14 @@ SAMPLERS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A DiT and a SiT of noise: untrained zero layers would make every image alike."""
     folder = tmp_path_factory.mktemp("runs")
-    build = training.build_model
-    training.build_model = lambda *arguments: fill_with_noise(build(*arguments))  # type: ignore[assignment]
+    build = run_module.build_model
+    run_module.build_model = lambda *arguments: fill_with_noise(build(*arguments))  # type: ignore[assignment]
     try:
         for family, (sampler, *_) in SAMPLERS.items():
             settings = (f"model.variant={family}-tiny/2", sampler, "sampler.num_steps=3", "train.max_steps=1")
             train(tiny_config(folder / family, *settings))
     finally:
-        training.build_model = build
+        run_module.build_model = build
     return {family: folder / family for family in SAMPLERS}
 
 

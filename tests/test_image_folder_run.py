@@ -111,7 +111,7 @@ def test_an_image_that_vanishes_ends_the_run_with_its_name_and_a_checkpoint(
         return data
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vcagen.training.build_data", build_and_delete)
+        patch.setattr("vcagen.run.build_data", build_and_delete)
         with pytest.raises(ValueError, match=rf"^{victim}: ") as error:
             train(tiny_config(run_dir, *FOLDER, *settings, f"train.num_workers={num_workers}"))
     assert "\n" not in str(error.value)

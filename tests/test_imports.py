@@ -27,7 +27,7 @@ ALLOWED = {
 }
 THIRD_PARTY = {
     "torch_fidelity": ("fid",),
-    "accelerate": ("vcagen.training", "vcagen.metrics", "vcagen.signals", "sample"),
+    "accelerate": ("vcagen.run", "vcagen.metrics", "vcagen.signals", "sample"),
 }
 SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/*.py"), ROOT / "train.py", ROOT / "sample.py"]
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
-from vcagen import training
+from vcagen import run, training
 from vcagen.checkpoint import WEIGHTS_FILE, list_checkpoints
 from vcagen.files import locked
 from vcagen.training import train
@@ -189,7 +189,7 @@ class NanFrom:
     """An objective whose loss is not finite in some steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
-        build = training.build_objective
+        build = run.build_objective
         step = 0
 
         def build_broken(config: object) -> object:
@@ -208,7 +208,7 @@ class NanFrom:
             objective.loss = loss  # type: ignore[method-assign, assignment]
             return objective
 
-        monkeypatch.setattr(training, "build_objective", build_broken)
+        monkeypatch.setattr(run, "build_objective", build_broken)
 
 
 def test_lasting_nan_stops_the_run_with_the_last_checkpoint_intact(

@@ -9,35 +9,27 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from safetensors import SafetensorError
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from vcagen import checkpoint as checkpoints
-from vcagen.autoencoder import IdentityAutoencoder
 from vcagen.checkpoint import CheckpointState
-from vcagen.config import RunConfig, TrainConfig, dump_config
+from vcagen.config import RunConfig
 from vcagen.curves import plot_losses
-from vcagen.data import ImageData, build_data
+from vcagen.data import ImageData
 from vcagen.data.order import TrainingOrder
-from vcagen.files import locked, require_writable, write_grid, write_text
+from vcagen.files import write_grid
 from vcagen.generation import ImageMaker, plan_samples
 from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
-from vcagen.models.transformer import DiffusionTransformer
-from vcagen.models.variants import parse_variant
-from vcagen.objectives import Objective, build_objective
-from vcagen.optimizer import OptimizerTensors, build_optimizer, learning_rate
-from vcagen.resume import resume
-from vcagen.seeds import sample_generator, seed_from, uniform
+from vcagen.optimizer import learning_rate
+from vcagen.run import Run, prepare_run
+from vcagen.seeds import sample_generator, uniform
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,33 +46,6 @@ class TrainingImages(Dataset[tuple[torch.Tensor, int, int, int, int]]):
         return torch.from_numpy(self.data.image(index)), self.data.label(index), index, step, position
 
 
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run that stay the same from step to step."""
-
-    config: RunConfig
-    accelerator: Accelerator
-    data: ImageData
-    raw_model: DiffusionTransformer
-    model: torch.nn.Module  # raw_model, wrapped where there are several processes
-    ema: AveragedModel
-    optimizer: torch.optim.Optimizer
-    moments: OptimizerTensors
-    objective: Objective
-    autoencoder: IdentityAutoencoder
-
-    @property
-    def folder(self) -> Path:
-        """Where everything is written."""
-        return Path(self.config.run_dir)
-
-    @property
-    def ema_model(self) -> DiffusionTransformer:
-        """The averaged weights as a model."""
-        assert isinstance(self.ema.module, DiffusionTransformer)
-        return self.ema.module
-
-
 def train(config: RunConfig) -> None:
     """Trains the run that `config` describes, or goes on with it.
 
@@ -90,7 +55,7 @@ def train(config: RunConfig) -> None:
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
     with contextlib.ExitStack() as stack:
-        run, first_step = _prepare(config, stack)
+        run, first_step = prepare_run(config, stack)
         accelerator = run.accelerator
         if first_step >= config.train.max_steps:
             accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
@@ -175,114 +140,6 @@ def _try(what_is_missing: str, work: Callable[[], None]) -> None:
         tqdm.write(f"{what_is_missing} ({error})", file=sys.stderr)
 
 
-def _prepare(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, int]:
-    """Builds and checks everything, resumes if there is a checkpoint; the step to go on from. See `train`.
-
-    The run folder's lock and the trackers are the stack's to close.
-    """
-    folder = Path(config.run_dir)
-    accelerator = _build_accelerator(config)
-    _micro_batch_size(config.train, accelerator.num_processes)
-    data = build_data(config.data)
-    raw_model = build_model(config, data)
-    ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
-    ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
-    optimizer = build_optimizer(raw_model, config.train)
-    moments = OptimizerTensors(raw_model, optimizer)
-    num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
-    _require_same_data(accelerator, data)
-    found = checkpoints.list_checkpoints(folder)
-    if accelerator.is_main_process:
-        # Two sets of weights and two of moments, in every checkpoint that is still to come.
-        new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
-        require_writable(folder, 16 * num_parameters * new_checkpoints)
-        stack.enter_context(locked(folder))
-    first_step, scaler_state = 0, None
-    if found:
-        first_step, newest = found[-1]
-        scaler_state = resume(newest, config, data, raw_model, ema, moments).scaler
-    if accelerator.is_main_process:
-        write_text(folder / "run.yaml", dump_config(config))
-    accelerator.print(
-        f"data: {data.report}; classes {_class_table(data.class_names)}\n"
-        f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
-        f"run folder: {folder}" + (f", going on from step {first_step}" if first_step else "")
-    )
-    model, optimizer = accelerator.prepare(raw_model, optimizer)
-    ema.to(accelerator.device)
-    if accelerator.scaler is not None and scaler_state:
-        accelerator.scaler.load_state_dict(scaler_state)
-    accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
-    stack.callback(accelerator.end_training)
-    objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
-    return (
-        Run(config, accelerator, data, raw_model, model, ema, optimizer, moments, objective, autoencoder),
-        first_step,
-    )
-
-
-def build_model(config: RunConfig, data: ImageData) -> DiffusionTransformer:
-    """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
-    variant = parse_variant(config.model.variant)
-    channels, height, width = IdentityAutoencoder().latent_shape(data.image_shape)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed_from(config.seed, "init"))
-        model = DiffusionTransformer(
-            latent_size=(height, width),
-            in_channels=channels,
-            patch_size=config.model.patch_size or variant.patch_size,
-            hidden_size=config.model.hidden_size or variant.shape.hidden_size,
-            depth=config.model.depth or variant.shape.depth,
-            num_heads=config.model.num_heads or variant.shape.num_heads,
-            num_classes=len(data.class_names),
-            has_null_label=config.train.label_dropout > 0,
-            attention=config.model.attention.model_dump(mode="json"),
-        )
-    if config.model.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    return model
-
-
-def _build_accelerator(config: RunConfig) -> Accelerator:
-    installed = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
-    for tracker in config.train.trackers:
-        if tracker not in installed:
-            raise ValueError(
-                f"train.trackers: {tracker!r} is not installed or not known; installed here: {', '.join(installed)}"
-            )
-    if config.train.precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError("train.precision=fp16 needs a GPU; use bf16 or fp32 on the CPU")
-    return Accelerator(
-        # Without this, several processes on a machine without accelerator do not find each other.
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision={"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.train.precision],
-        log_with=list(config.train.trackers) or None,
-        project_dir=config.run_dir,
-    )
-
-
-def _require_same_data(accelerator: Accelerator, data: ImageData) -> None:
-    fingerprint = torch.tensor([int(data.fingerprint[:15], 16)], device=accelerator.device)
-    if len(accelerator.gather(fingerprint).unique()) > 1:
-        raise ValueError("data: the processes see different files; give all of them the same folder")
-
-
-def _micro_batch_size(config: TrainConfig, num_processes: int) -> int:
-    parts = num_processes * config.gradient_accumulation_steps
-    if config.global_batch_size % parts:
-        raise ValueError(
-            f"train.global_batch_size={config.global_batch_size} does not divide into {num_processes} processes "
-            f"times train.gradient_accumulation_steps={config.gradient_accumulation_steps}; "
-            f"it must be a multiple of {parts}"
-        )
-    return config.global_batch_size // parts
-
-
-def _class_table(names: Sequence[str]) -> str:
-    shown = ", ".join(f"{index}={name}" for index, name in enumerate(names[:10]))
-    return shown + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
-
-
 def _batches(run: Run, first_step: int) -> Iterator[Batch]:
     """Micro-batches of this process from `first_step` (counted from 0) to the end of the run."""
     config, accelerator = run.config, run.accelerator
@@ -290,7 +147,7 @@ def _batches(run: Run, first_step: int) -> Iterator[Batch]:
         num_samples=len(run.data),
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=_micro_batch_size(config.train, accelerator.num_processes),
+        micro_batch_size=run.micro_batch_size,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
         first_step=first_step,

@@ -1,0 +1,175 @@
+"""A run made ready: everything built, checked and resumed before the first step."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from vcagen import checkpoint as checkpoints
+from vcagen.autoencoder import IdentityAutoencoder
+from vcagen.config import RunConfig, TrainConfig, dump_config
+from vcagen.data import ImageData, build_data
+from vcagen.files import locked, require_writable, write_text
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.models.variants import parse_variant
+from vcagen.objectives import Objective, build_objective
+from vcagen.optimizer import OptimizerTensors, build_optimizer
+from vcagen.resume import resume
+from vcagen.seeds import seed_from
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that stay the same from step to step."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    data: ImageData
+    micro_batch_size: int  # samples per forward pass of one process
+    raw_model: DiffusionTransformer
+    model: torch.nn.Module  # raw_model, wrapped where there are several processes
+    ema: AveragedModel
+    optimizer: torch.optim.Optimizer
+    moments: OptimizerTensors
+    objective: Objective
+    autoencoder: IdentityAutoencoder
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written."""
+        return Path(self.config.run_dir)
+
+    @property
+    def ema_model(self) -> DiffusionTransformer:
+        """The averaged weights as a model."""
+        assert isinstance(self.ema.module, DiffusionTransformer)
+        return self.ema.module
+
+
+def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, int]:
+    """Builds and checks everything, resumes if there is a checkpoint; returns the run and the step to go on from.
+
+    The run folder's lock and the trackers are the stack's to close.
+
+    Raises:
+        ValueError: config, data, folder, disk or checkpoint do not allow it; before the run folder is made, but for
+            the folder's own faults and the checkpoint's.
+    """
+    folder = Path(config.run_dir)
+    accelerator = _build_accelerator(config)
+    micro_batch_size = _micro_batch_size(config.train, accelerator.num_processes)
+    data = build_data(config.data)
+    raw_model = build_model(config, data)
+    ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
+    ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
+    optimizer = build_optimizer(raw_model, config.train)
+    moments = OptimizerTensors(raw_model, optimizer)
+    num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
+    _require_same_data(accelerator, data)
+    found = checkpoints.list_checkpoints(folder)
+    if accelerator.is_main_process:
+        # Two sets of weights and two of moments, in every checkpoint that is still to come.
+        new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
+        require_writable(folder, 16 * num_parameters * new_checkpoints)
+        stack.enter_context(locked(folder))
+    first_step, scaler_state = 0, None
+    if found:
+        first_step, newest = found[-1]
+        scaler_state = resume(newest, config, data, raw_model, ema, moments).scaler
+    if accelerator.is_main_process:
+        write_text(folder / "run.yaml", dump_config(config))
+    accelerator.print(
+        f"data: {data.report}; classes {_class_table(data.class_names)}\n"
+        f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
+        f"run folder: {folder}" + (f", going on from step {first_step}" if first_step else "")
+    )
+    model, optimizer = accelerator.prepare(raw_model, optimizer)
+    ema.to(accelerator.device)
+    if accelerator.scaler is not None and scaler_state:
+        accelerator.scaler.load_state_dict(scaler_state)
+    accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
+    stack.callback(accelerator.end_training)
+    objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
+    return (
+        Run(
+            config,
+            accelerator,
+            data,
+            micro_batch_size,
+            raw_model,
+            model,
+            ema,
+            optimizer,
+            moments,
+            objective,
+            autoencoder,
+        ),
+        first_step,
+    )
+
+
+def build_model(config: RunConfig, data: ImageData) -> DiffusionTransformer:
+    """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
+    variant = parse_variant(config.model.variant)
+    channels, height, width = IdentityAutoencoder().latent_shape(data.image_shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_from(config.seed, "init"))
+        model = DiffusionTransformer(
+            latent_size=(height, width),
+            in_channels=channels,
+            patch_size=config.model.patch_size or variant.patch_size,
+            hidden_size=config.model.hidden_size or variant.shape.hidden_size,
+            depth=config.model.depth or variant.shape.depth,
+            num_heads=config.model.num_heads or variant.shape.num_heads,
+            num_classes=len(data.class_names),
+            has_null_label=config.train.label_dropout > 0,
+            attention=config.model.attention.model_dump(mode="json"),
+        )
+    if config.model.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return model
+
+
+def _build_accelerator(config: RunConfig) -> Accelerator:
+    installed = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    for tracker in config.train.trackers:
+        if tracker not in installed:
+            raise ValueError(
+                f"train.trackers: {tracker!r} is not installed or not known; installed here: {', '.join(installed)}"
+            )
+    if config.train.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("train.precision=fp16 needs a GPU; use bf16 or fp32 on the CPU")
+    return Accelerator(
+        # Without this, several processes on a machine without accelerator do not find each other.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision={"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.train.precision],
+        log_with=list(config.train.trackers) or None,
+        project_dir=config.run_dir,
+    )
+
+
+def _require_same_data(accelerator: Accelerator, data: ImageData) -> None:
+    fingerprint = torch.tensor([int(data.fingerprint[:15], 16)], device=accelerator.device)
+    if len(accelerator.gather(fingerprint).unique()) > 1:
+        raise ValueError("data: the processes see different files; give all of them the same folder")
+
+
+def _micro_batch_size(config: TrainConfig, num_processes: int) -> int:
+    parts = num_processes * config.gradient_accumulation_steps
+    if config.global_batch_size % parts:
+        raise ValueError(
+            f"train.global_batch_size={config.global_batch_size} does not divide into {num_processes} processes "
+            f"times train.gradient_accumulation_steps={config.gradient_accumulation_steps}; "
+            f"it must be a multiple of {parts}"
+        )
+    return config.global_batch_size // parts
+
+
+def _class_table(names: Sequence[str]) -> str:
+    shown = ", ".join(f"{index}={name}" for index, name in enumerate(names[:10]))
+    return shown + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
