@@ -180,6 +180,17 @@ def test_bf16_trains_and_keeps_float32_weights(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny_config(tmp_path, "train.trackers=[tensorboard]", "train.max_steps=3"))
+    (folder,) = (path.parent for path in (tmp_path / "vcagen").rglob("events*") if path.parent.name == "vcagen")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    assert logged == pytest.approx(losses(tmp_path), rel=1e-6)
+
+
 def test_gradient_checkpointing_changes_no_loss(finished: Path, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "model.gradient_checkpointing=true"))
     assert losses(tmp_path) == losses(finished)
