@@ -156,7 +156,8 @@ class LoadedRun:
     @property
     def folder(self) -> Path:
         """The run folder; for a checkpoint that lies elsewhere, the checkpoint folder itself."""
-        checkpoint = self.checkpoint.resolve()
+        has_parent = self.checkpoint.parent.name != ""
+        checkpoint = self.checkpoint if has_parent else self.checkpoint.resolve()
         return checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
 
     def describe(self) -> str:
