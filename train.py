@@ -11,7 +11,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description="Train a DiT or SiT whose attention is a config value. The same command again resumes.",
-        epilog="example: python train.py configs/demo.yaml train.max_steps=10 model.attention.name=mhsa",
+        epilog="example: python train.py configs/demo.yaml run_dir=runs/mhsa model.attention.name=mhsa",
     )
     parser.add_argument("config", type=Path, help="a YAML file, such as configs/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")

@@ -17,9 +17,9 @@ from fid.features import DIGITS, INCEPTION, Extractor, build_extractor
 from fid.frechet import frechet_distance
 from fid.moments import FeatureMoments
 from vcagen.data.digits import Digits
-from vcagen.data.images import check_images, decode_image, walk_images
+from vcagen.data.images import center_crop, check_images, decode_image, walk_images
 from vcagen.files import require_file_name, write_json
-from vcagen.generation import load_run, plan_samples, usable_device
+from vcagen.generation import LoadedRun, load_run, plan_samples, usable_device
 from vcagen.sample_folder import image_path, prepare_samples, read_record, samples_folder, write_samples
 
 DIGITS_REFERENCE = "digits"
@@ -29,13 +29,18 @@ LOSSY_SUFFIXES = {".jpg", ".jpeg", ".webp"}
 class FolderImages:
     """The images below a folder, in the order of their paths, uint8 (3, H, W), all of one size.
 
+    Args:
+        folder: where they are.
+        crop: side of the centre crop of training to bring them to, pixels; None takes them as they are.
+
     Raises:
         ValueError: no images, some that cannot be decoded or are of another size, or a sample folder that is not
             complete; at construction, so before any feature is computed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.name = str(folder)
+    def __init__(self, folder: Path, crop: int | None = None) -> None:
+        self.name = str(folder) if crop is None else f"{folder}, centre-cropped to {crop}x{crop}"
+        self.crop = crop
         self.paths = walk_images(folder)
         self.record = read_record(folder)
         if self.record is not None:
@@ -43,8 +48,8 @@ class FolderImages:
         bad = check_images(self.paths, "skip")
         if bad:
             raise ValueError(f"{folder}: {len(bad)} files cannot be used: {'; '.join(list(bad.values())[:10])}")
-        self.size = decode_image(self.paths[0]).shape[:2]
-        for path in self.paths:
+        self.size = self[0].shape[1:]
+        for path in self.paths if crop is None else ():
             with Image.open(path) as image:
                 self._require_size(path, (image.height, image.width))
 
@@ -54,7 +59,10 @@ class FolderImages:
     def __getitem__(self, index: int) -> np.ndarray:
         """uint8 (3, H, W)."""
         image = decode_image(self.paths[index])
-        self._require_size(self.paths[index], image.shape[:2])
+        if self.crop is not None:
+            image = center_crop(image, self.crop)
+        elif index:
+            self._require_size(self.paths[index], image.shape[:2])
         return image.transpose(2, 0, 1)
 
     def _require_size(self, path: Path, size: tuple[int, ...]) -> None:
@@ -107,15 +115,20 @@ class ExtractedImages:
 def score_command(arguments: argparse.Namespace) -> None:
     """Scores a run or a folder, prints the number and writes the result JSON. See `python -m fid score --help`."""
     is_digits = arguments.reference == DIGITS_REFERENCE
-    device = usable_device(arguments.device)
+    run = _load_if_run(arguments)
+    height, width = run.maker.autoencoder.image_size(run.maker.model.config.latent_size) if run else (0, 0)
+    # A run's reference is cropped as its training images were; folders are compared as they are.
+    crop = height if run and height == width else None
+    reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference), crop)
     name = arguments.extractor or (DIGITS if is_digits else INCEPTION)
-    extractor = build_extractor(name, arguments.extractor_weights, device)
+    if run:
+        _require_comparable(str(arguments.source), (height, width), reference, name)
     if arguments.out:
         require_file_name(arguments.out)
-    reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference))
-    folder = _images_folder(arguments, reference, extractor)
+    extractor = build_extractor(name, arguments.extractor_weights, usable_device(arguments.device))
+    folder = _sample(run, arguments) if run else arguments.source
     images = FolderImages(folder)
-    _require_comparable(images.name, images.size, reference, extractor)
+    _require_comparable(images.name, images.size, reference, name)
     out = arguments.out or folder / "score.json"
     require_file_name(out)
 
@@ -216,21 +229,22 @@ def describe(result: dict[str, Any], out: Path) -> str:
     return "\n".join(lines)
 
 
-def _images_folder(arguments: argparse.Namespace, reference: Images, extractor: Extractor) -> Path:
-    """The folder to score; for a run, sampled first, balanced over the classes."""
+def _load_if_run(arguments: argparse.Namespace) -> LoadedRun | None:
     source: Path = arguments.source
-    is_run = (source / "checkpoints").is_dir() or (source / "state.json").is_file()
-    if not is_run:
-        if arguments.overrides or arguments.num_images or arguments.seed is not None:
-            raise ValueError(f"{source}: not a run, so there is nothing to sample; leave out --num-images, "
-                             "--seed and key=value")  # fmt: skip
-        return source
+    if (source / "checkpoints").is_dir() or (source / "state.json").is_file():
+        return load_run(source, "ema", arguments.overrides, arguments.device)
+    if arguments.overrides or arguments.num_images or arguments.seed is not None:
+        raise ValueError(
+            f"{source}: not a run, so there is nothing to sample; leave out --num-images, --seed and key=value"
+        )
+    return None
+
+
+def _sample(run: LoadedRun, arguments: argparse.Namespace) -> Path:
+    """Samples a run, balanced over its classes, into a folder of its own."""
     num_images = 1000 if arguments.num_images is None else arguments.num_images
     if num_images < 2:
         raise ValueError(f"--num-images {num_images}: a covariance needs at least 2 images")
-    run = load_run(source, "ema", arguments.overrides, arguments.device)
-    height, width = run.maker.autoencoder.image_size(run.maker.model.config.latent_size)
-    _require_comparable(str(source), (height, width), reference, extractor)
     num_classes = len(run.class_names)
     labels = [index % num_classes for index in range(num_images)]
     samples = plan_samples(labels, arguments.seed or 0, num_classes)
@@ -253,13 +267,13 @@ def _require_complete(folder: Path, paths: Sequence[Path], num_samples: int) -> 
         raise ValueError(f"{folder}: {others[0]} was not sampled with the others; move it away")
 
 
-def _require_comparable(name: str, size: tuple[int, ...], reference: Images, extractor: Extractor) -> None:
+def _require_comparable(name: str, size: tuple[int, ...], reference: Images, extractor_name: str) -> None:
     if tuple(size) != tuple(reference.size):
         raise ValueError(
             f"{name}: images of {size[1]}x{size[0]} pixels, but the reference {reference.name} "
             f"has {reference.size[1]}x{reference.size[0]}; sizes must agree, since the extractor resizes silently"
         )
-    if extractor.name == DIGITS and tuple(size) != DigitsImages.size:
+    if extractor_name == DIGITS and tuple(size) != DigitsImages.size:
         raise ValueError(
             f"{name}: {DIGITS} reads 8x8 digits, not images of {size[1]}x{size[0]} pixels; use --extractor {INCEPTION}"
         )

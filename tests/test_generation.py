@@ -236,7 +236,7 @@ def test_a_checkpoint_anywhere_writes_its_grid_beside_its_weights(runs: dict[str
 
 
 def test_a_young_ema_is_announced(runs: dict[str, Path], tmp_path: Path) -> None:
-    assert "warning: 99% of these EMA weights is still the initial model" in load_run(runs["SiT"]).describe()
+    assert "warning: the EMA is young, 99% initial weights still" in load_run(runs["SiT"]).describe()
     assert "warning" not in load_run(runs["SiT"], "model").describe()
 
 

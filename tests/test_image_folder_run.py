@@ -76,7 +76,7 @@ def test_an_empty_folder_and_bad_files_stop_before_training(tree: Path, tmp_path
     assert not (tmp_path / "run").exists()
     data = ImageFolder(ImageFolderConfig(root=str(tree), on_bad="skip"))
     assert len(data) == 35
-    assert "35 images used in 12 classes, 1 bad ones skipped, 1 other files ignored" in data.report
+    assert "35 images used in 12 classes, files ignored that are not images: 1, bad images skipped: 1 (" in data.report
     assert "4/1.png" in data.report
     assert [data.label(index) for index in range(len(data))].count(4) == 2
 
@@ -187,11 +187,21 @@ def test_a_sample_folder_is_scored_by_its_own_record(
 def test_a_run_that_does_not_fit_the_reference_is_not_sampled(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny_config(tmp_path / "run", "train.max_steps=1"))
-    arguments = (tmp_path / "run", "--reference", tree, "--extractor", "digits-classifier")
-    assert score(*arguments, monkeypatch=monkeypatch) == 1
+    train(tiny_config(tmp_path / "run", *FOLDER, f"data.root={tree}"))
+    assert score(tmp_path / "run", "--reference", "digits", monkeypatch=monkeypatch) == 1
     assert "sizes must agree" in capsys.readouterr().err
     assert not (tmp_path / "run/samples").exists()
+
+
+def test_the_reference_of_a_run_is_cropped_as_its_training_images_were(
+    tree: Path, tmp_path: Path, inception_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny_config(tmp_path / "run", *FOLDER, f"data.root={tree}"))
+    arguments = ("--reference", tree, "--extractor-weights", inception_path, "--num-images", 4)
+    assert score(tmp_path / "run", *arguments, "--out", tmp_path / "score.json", monkeypatch=monkeypatch) == 0
+    protocol = json.loads((tmp_path / "score.json").read_text())["protocol"]
+    assert protocol["reference"] == f"{tree}, centre-cropped to 16x16"
+    assert protocol["image_size"] == [16, 16]
 
 
 def test_lossy_images_are_announced(

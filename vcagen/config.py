@@ -207,6 +207,8 @@ def _explain(error: dict[str, Any], source: str, overridden: set[str]) -> str:
     key = ".".join(keys)
     is_override = any(given == key or given.startswith(f"{key}.") for given in overridden) and key
     where = f"command line: {key}" if is_override else f"{source}: {key}" if key else source
+    if not key and overridden:  # settings that contradict each other
+        where += f" with {', '.join(sorted(overridden))} from the command line"
     if error["type"] == "extra_forbidden":
         known = list(parent.model_fields)
         close = difflib.get_close_matches(keys[-1], known, n=1)

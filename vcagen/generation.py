@@ -170,7 +170,9 @@ class LoadedRun:
         )
         initial = self.state.ema_decay**self.state.ema_updates
         if self.protocol["weights"] == "ema" and initial > 0.05:
-            line += f"\nwarning: {initial:.0%} of these EMA weights is still the initial model; try --weights model"
+            line += (
+                f"\nwarning: the EMA is young, {initial:.0%} initial weights still; --weights model shows the raw ones"
+            )
         return line
 
 

@@ -74,13 +74,18 @@ def _require_same_settings(config: RunConfig, before: RunConfig, checkpoint: Pat
     if config.train.schedule != "constant":
         allowed.remove("train.max_steps")  # it sets the learning rate of every step
     changed = [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        key
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed)
     ]
     if changed:
+        # Where a section's name changed, its other keys say nothing more.
+        exchanged = tuple(key.removesuffix("name") for key in changed if key.endswith(".name"))
+        told = [key for key in changed if key.endswith(".name") or not key.startswith(exchanged)]
+        settings = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in told)
+        why = ", which sets the length of the cosine schedule" if told == ["train.max_steps"] else ""
         raise ValueError(
-            f"{checkpoint}: this run was trained with other settings ({'; '.join(changed)}); "
+            f"{checkpoint}: this run was trained with other settings ({settings}{why}); "
             "put them back, or choose another run_dir"
         )
 

@@ -54,7 +54,7 @@ class Run:
 def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, int]:
     """Builds and checks everything, resumes if there is a checkpoint; returns the run and the step to go on from.
 
-    The run folder's lock and the trackers are the stack's to close.
+    The run folder's lock is the stack's to release.
 
     Raises:
         ValueError: config, data, folder, disk or checkpoint do not allow it; before the run folder is made, but for
@@ -71,12 +71,15 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     moments = OptimizerTensors(raw_model, optimizer)
     num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
     _require_same_data(accelerator, data)
+    if accelerator.is_main_process:
+        require_writable(folder)
+        stack.enter_context(locked(folder))
+    accelerator.wait_for_everyone()
     found = checkpoints.list_checkpoints(folder)
     if accelerator.is_main_process:
         # Two sets of weights and two of moments, in every checkpoint that is still to come.
         new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
         require_writable(folder, 16 * num_parameters * new_checkpoints)
-        stack.enter_context(locked(folder))
     first_step, scaler_state = 0, None
     if found:
         first_step, newest = found[-1]
@@ -84,7 +87,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     if accelerator.is_main_process:
         write_text(folder / "run.yaml", dump_config(config))
     accelerator.print(
-        f"data: {data.report}; classes {_class_table(data.class_names)}\n"
+        f"data: {data.report}: {_class_table(data.class_names)}\n"
         f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
         f"run folder: {folder}" + (f", going on from step {first_step}" if first_step else "")
     )
@@ -92,8 +95,6 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     ema.to(accelerator.device)
     if accelerator.scaler is not None and scaler_state:
         accelerator.scaler.load_state_dict(scaler_state)
-    accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
-    stack.callback(accelerator.end_training)
     objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
     return (
         Run(
@@ -171,5 +172,7 @@ def _micro_batch_size(config: TrainConfig, num_processes: int) -> int:
 
 
 def _class_table(names: Sequence[str]) -> str:
-    shown = ", ".join(f"{index}={name}" for index, name in enumerate(names[:10]))
+    shown = ", ".join(f"{index} = {name}" for index, name in enumerate(names[:10]) if str(index) != name)
+    if not shown:
+        return "every class is named by its label"
     return shown + (f", ... ({len(names)} in all)" if len(names) > 10 else "")

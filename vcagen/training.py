@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vcagen import checkpoint as checkpoints
 from vcagen.checkpoint import CheckpointState
-from vcagen.config import RunConfig
+from vcagen.config import RunConfig, dump_config
 from vcagen.curves import plot_losses
 from vcagen.data import ImageData
 from vcagen.data.order import TrainingOrder
@@ -60,6 +60,8 @@ def train(config: RunConfig) -> None:
         if first_step >= config.train.max_steps:
             accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
             return
+        accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
+        stack.callback(accelerator.end_training)
         _loop(run, first_step)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -89,6 +91,7 @@ def _loop(run: Run, first_step: int) -> None:
         desc="training",
         unit="step",
         disable=not accelerator.is_main_process,
+        mininterval=0.2 if sys.stderr.isatty() else 10,  # a log file needs fewer lines
     )
     with bar, stop_signal(accelerator) as stop:
         try:
@@ -245,10 +248,11 @@ def _save(run: Run, step: int) -> bool:
 
 
 def _write_preview(run: Run, step: int) -> None:
-    """EMA samples of the first classes, from the same noise at every step."""
+    """EMA samples of the first ten classes, one class a row, from the same noise at every step."""
     config, num_classes = run.config, len(run.data.class_names)
-    columns = min(num_classes, 10)
-    labels = [index % columns for index in range(config.train.preview_images)]
+    rows = min(num_classes, 10)
+    columns = max(1, config.train.preview_images // rows)
+    labels = [label for label in range(rows) for _ in range(columns)]
     maker = ImageMaker(run.ema_model.eval(), config.objective, config.sampler, config.guidance, run.autoencoder)
     samples = plan_samples(labels, config.seed, num_classes)
     images = np.stack([image for _, image in maker.images(samples, batch_size=64, progress=False)])

@@ -53,12 +53,11 @@ class ImageFolder:
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()
         self.image_shape = (3, config.image_size, config.image_size)
         self.can_mirror = config.horizontal_flip
-        self.report = (
-            f"{len(tree.files)} images used in {len(tree.class_names)} classes, "
-            f"{len(bad)} bad ones skipped, {len(tree.ignored)} other files ignored"
-        )
+        self.report = f"{len(tree.files)} images used in {len(tree.class_names)} classes"
+        if tree.ignored:
+            self.report += f", files ignored that are not images: {len(tree.ignored)}"
         if bad:
-            self.report += "; skipped: " + ", ".join(str(path) for path in bad)
+            self.report += f", bad images skipped: {len(bad)} ({', '.join(str(path) for path in bad)})"
 
     def __len__(self) -> int:
         return len(self.files)
