@@ -40,7 +40,7 @@ class FolderImages:
 
     def __init__(self, folder: Path, crop: int | None = None) -> None:
         self.name = str(folder) if crop is None else f"{folder}, centre-cropped to {crop}x{crop}"
-        self.crop = crop
+        self.folder, self.crop = folder, crop
         self.paths = walk_images(folder)
         self.record = read_record(folder)
         if self.record is not None:
@@ -114,6 +114,8 @@ class ExtractedImages:
 
 def score_command(arguments: argparse.Namespace) -> None:
     """Scores a run or a folder, prints the number and writes the result JSON. See `python -m fid score --help`."""
+    if arguments.batch_size < 1:
+        raise ValueError(f"--batch-size {arguments.batch_size}: must be at least 1")
     is_digits = arguments.reference == DIGITS_REFERENCE
     run = _load_if_run(arguments)
     height, width = run.maker.autoencoder.image_size(run.maker.model.config.latent_size) if run else (0, 0)
@@ -121,15 +123,14 @@ def score_command(arguments: argparse.Namespace) -> None:
     crop = height if run and height == width else None
     reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference), crop)
     name = arguments.extractor or (DIGITS if is_digits else INCEPTION)
-    if run:
-        _require_comparable(str(arguments.source), (height, width), reference, name)
+    given = None if run else FolderImages(arguments.source)
+    _require_comparable(str(arguments.source), given.size if given else (height, width), reference, name)
     if arguments.out:
         require_file_name(arguments.out)
     extractor = build_extractor(name, arguments.extractor_weights, usable_device(arguments.device))
-    folder = _sample(run, arguments) if run else arguments.source
-    images = FolderImages(folder)
-    _require_comparable(images.name, images.size, reference, name)
-    out = arguments.out or folder / "score.json"
+    images = FolderImages(_sample(run, arguments)) if run else given
+    assert images is not None
+    out = arguments.out or images.folder / "score.json"
     require_file_name(out)
 
     generated = extract(images, extractor, arguments.batch_size, "generated images")
@@ -143,7 +144,7 @@ def score_command(arguments: argparse.Namespace) -> None:
         "num_reference_images": len(reference),
         "warnings": warnings(images, reference, extractor.dimension),
         "protocol": {
-            "images": str(folder),
+            "images": str(images.folder),
             "images_sha256": generated.pixels_sha256,
             "reference": reference.name,
             "reference_sha256": real.pixels_sha256,
