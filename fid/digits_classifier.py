@@ -6,7 +6,6 @@
 import argparse
 import hashlib
 import json
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vcagen.data.digits import Digits
+from vcagen.files import file_sha256, write_json, written_aside
 
 WEIGHTS_NAME = "digits_classifier.safetensors"
 RECORD_NAME = "digits_classifier.json"
@@ -126,7 +126,7 @@ def load_digits_classifier(folder: Path = Path(__file__).parent) -> DigitsClassi
     """
     weights_path = folder / WEIGHTS_NAME
     expected = json.loads((folder / RECORD_NAME).read_text())["weights_sha256"]
-    actual = hashlib.sha256(weights_path.read_bytes()).hexdigest()
+    actual = file_sha256(weights_path)
     if actual != expected:
         raise ValueError(
             f"{weights_path} has sha256 {actual}, but {RECORD_NAME} records {expected}; "
@@ -178,11 +178,10 @@ def save(classifier: DigitsClassifier, split: DigitsSplit, folder: Path) -> None
             "nothing was written: check the training settings at the top of fid/digits_classifier.py"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    weights_path, record_path = folder / WEIGHTS_NAME, folder / RECORD_NAME
-    weights_aside, record_aside = (folder / f"{name}.partial" for name in (WEIGHTS_NAME, RECORD_NAME))
-    save_file(classifier.state_dict(), weights_aside)
+    with written_aside(folder / WEIGHTS_NAME) as aside:
+        save_file(classifier.state_dict(), aside)
     record = {
-        "weights_sha256": hashlib.sha256(weights_aside.read_bytes()).hexdigest(),
+        "weights_sha256": file_sha256(folder / WEIGHTS_NAME),
         "held_out_accuracy": held_out_accuracy,
         "train_images": len(split.train_labels),
         "held_out_images": len(split.held_out_labels),
@@ -196,9 +195,7 @@ def save(classifier: DigitsClassifier, split: DigitsSplit, folder: Path) -> None
             "numpy": np.__version__,
         },
     }
-    record_aside.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(weights_aside, weights_path)
-    os.replace(record_aside, record_path)
+    write_json(folder / RECORD_NAME, record)
     print(json.dumps(record, indent=2))
 
 

@@ -17,12 +17,13 @@ ALLOWED = {
     "vcagen.files": set(),
     "vcagen.commands": set(),
     "vcagen.interpolants": set(),
+    "vcagen.noise_schedule": set(),
     "vcagen.autoencoder": set(),
     "vcagen.data.images": set(),
     "vcagen.guidance": {"vcagen.callables", "vcagen.seeds"},
     "vcagen.models": {"vcagen.attention"},
-    "vcagen.objectives": {"vcagen.interpolants", "vcagen.callables", "vcagen.seeds"},
-    "vcagen.samplers": {"vcagen.interpolants", "vcagen.callables", "vcagen.seeds"},
+    "vcagen.objectives": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
+    "vcagen.samplers": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
     "vcagen.data": {"vcagen.seeds"},
 }
 THIRD_PARTY = {

@@ -24,6 +24,8 @@ from vcagen.models.transformer import DiffusionTransformer
 
 Weights = Literal["ema", "model"]
 
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+
 
 class CheckpointState(BaseModel, extra="forbid", frozen=True):
     """Counters and identities of a checkpoint, `state.json`.
@@ -45,9 +47,6 @@ class CheckpointState(BaseModel, extra="forbid", frozen=True):
     data_fingerprint: str
     scaler: dict[str, float] | None
     torch_version: str
-
-
-WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -132,18 +131,29 @@ def load_model(checkpoint: Path, weights: Weights = "ema") -> DiffusionTransform
         ValueError: a part is missing or damaged, or a tensor missing, unknown or of another shape; all are listed.
     """
     folder = checkpoint / weights
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        kinds = [kind for kind in ("ema", "model") if (checkpoint / kind / WEIGHTS_FILE).is_file()]
-        has = f"it has {', '.join(kinds)} weights" if kinds else "it has no weights at all"
-        raise ValueError(f"{path}: no {weights} weights in this checkpoint; {has}")
+    _require_weights(checkpoint, weights)
     try:
         settings = DiffusionTransformer.load_config(folder, local_files_only=True)
     except OSError as error:
         raise ValueError(f"{folder / 'config.json'}: missing or not readable") from error
     model = DiffusionTransformer.from_config(settings)
-    model.load_state_dict(_matching_tensors(path, model.state_dict()))
+    load_weights(model, checkpoint, weights)
     return model.eval()
+
+
+def load_weights(model: DiffusionTransformer, checkpoint: Path, weights: Weights) -> None:
+    """Loads weights into a model that was built already. Errors as `load_model`."""
+    path = _require_weights(checkpoint, weights)
+    model.load_state_dict(_matching_tensors(path, model.state_dict()))
+
+
+def _require_weights(checkpoint: Path, weights: Weights) -> Path:
+    path = checkpoint / weights / WEIGHTS_FILE
+    if not path.is_file():
+        kinds = [kind for kind in ("ema", "model") if (checkpoint / kind / WEIGHTS_FILE).is_file()]
+        has = f"it has {', '.join(kinds)} weights" if kinds else "it has no weights at all"
+        raise ValueError(f"{path}: no {weights} weights in this checkpoint; {has}")
+    return path
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

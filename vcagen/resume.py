@@ -53,8 +53,9 @@ def resume(
             f"{checkpoint}: trained on other data (files were added, removed or renamed since); "
             "put them back, or choose another run_dir"
         )
-    model.load_state_dict(checkpoints.load_model(checkpoint, "model").state_dict())
-    ema.module.load_state_dict(checkpoints.load_model(checkpoint, "ema").state_dict())
+    checkpoints.load_weights(model, checkpoint, "model")
+    assert isinstance(ema.module, DiffusionTransformer)
+    checkpoints.load_weights(ema.module, checkpoint, "ema")
     ema.n_averaged.fill_(state.ema_updates + 1)
     moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
     return state

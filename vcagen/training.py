@@ -52,7 +52,7 @@ def train(config: RunConfig) -> None:
     Raises:
         ValueError: the run cannot start (config, data, folder, disk, checkpoint), or `max_bad_steps` updates in a
             row were not finite.
-        Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
+        Interrupted: SIGINT or SIGTERM came; the message says from which checkpoint the run goes on.
     """
     with contextlib.ExitStack() as stack:
         run, first_step = prepare_run(config, stack)

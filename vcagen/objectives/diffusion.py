@@ -6,11 +6,9 @@ import torch
 from pydantic import BaseModel
 
 from vcagen.callables import Model
+from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS
 from vcagen.objectives.output import ObjectiveOutput, mean_per_sample
 from vcagen.seeds import normal, uniform
-
-NUM_TRAIN_TIMESTEPS = 1000
-BETA_START, BETA_END = 1e-4, 0.02
 
 
 class DiffusionConfig(BaseModel, extra="forbid", frozen=True):
@@ -30,6 +28,10 @@ class DiffusionObjective:
         self.config = config
         betas = torch.linspace(BETA_START, BETA_END, NUM_TRAIN_TIMESTEPS, dtype=torch.float64)
         self.alphas_cumprod = (1 - betas).cumprod(0)
+        self.signal_scale = self.alphas_cumprod.sqrt()
+        self.noise_scale = (1 - self.alphas_cumprod).sqrt()
+        self.x_start_of_x_t = self.alphas_cumprod.rsqrt()
+        self.x_start_of_epsilon = (1 / self.alphas_cumprod - 1).sqrt()
         previous = torch.cat([torch.ones(1, dtype=torch.float64), self.alphas_cumprod[:-1]])
         posterior_variance = betas * (1 - previous) / (1 - self.alphas_cumprod)
         # The variance is 0 at t = 0: its logarithm is clipped to that of t = 1.
@@ -73,8 +75,8 @@ class DiffusionObjective:
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """x_t (B, C, H, W) = sqrt(alphas_cumprod) latents + sqrt(1 - alphas_cumprod) noise."""
-        signal = self._at(self.alphas_cumprod.sqrt(), timesteps, latents)
-        return signal * latents + self._at((1 - self.alphas_cumprod).sqrt(), timesteps, latents) * noise
+        signal_scale = self._at(self.signal_scale, timesteps, latents)
+        return signal_scale * latents + self._at(self.noise_scale, timesteps, latents) * noise
 
     @staticmethod
     def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -91,13 +93,12 @@ class DiffusionObjective:
         variance: torch.Tensor,
     ) -> torch.Tensor:
         """One term of the bound per sample (B,), in bits per dimension: KL for t > 0, decoder likelihood at t = 0."""
-        alphas_cumprod = self.alphas_cumprod
         fraction = (variance + 1) / 2
         log_min = self._at(self.log_variance_min, timesteps, x_t)
         log_variance = fraction * self._at(self.log_variance_max, timesteps, x_t) + (1 - fraction) * log_min
         x_start_predicted = (
-            self._at(alphas_cumprod.rsqrt(), timesteps, x_t) * x_t
-            - self._at((1 / alphas_cumprod - 1).sqrt(), timesteps, x_t) * epsilon
+            self._at(self.x_start_of_x_t, timesteps, x_t) * x_t
+            - self._at(self.x_start_of_epsilon, timesteps, x_t) * epsilon
         )
         weight_start = self._at(self.mean_of_x_start, timesteps, x_t)
         weight_t = self._at(self.mean_of_x_t, timesteps, x_t)

@@ -8,9 +8,10 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from pydantic import BaseModel, Field, field_validator
 
 from vcagen.callables import ModelFn
+from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS
 from vcagen.samplers.checks import require_finite
 
-Steps = Annotated[int, Field(ge=2, le=1000)]
+Steps = Annotated[int, Field(ge=2, le=NUM_TRAIN_TIMESTEPS)]
 
 
 class DDPMConfig(BaseModel, extra="forbid", frozen=True):
@@ -30,7 +31,7 @@ class DDIMConfig(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def _divides_the_timesteps(cls, num_steps: int) -> int:
         # Otherwise the last, noisiest timesteps would be left out, and sampling would start too late.
-        if 1000 % num_steps:
+        if NUM_TRAIN_TIMESTEPS % num_steps:
             raise ValueError("DDIM's steps must divide 1000, such as 20, 25, 40, 50, 100 or 250")
         return num_steps
 
@@ -56,9 +57,9 @@ def sample_diffusion(
         ValueError: the state stops being finite.
     """
     common = {
-        "num_train_timesteps": 1000,
-        "beta_start": 1e-4,
-        "beta_end": 0.02,
+        "num_train_timesteps": NUM_TRAIN_TIMESTEPS,
+        "beta_start": BETA_START,
+        "beta_end": BETA_END,
         "beta_schedule": "linear",
         "clip_sample": clip_range is not None,
         "clip_sample_range": clip_range or 1.0,

@@ -80,28 +80,29 @@ def sample_sde(
         first = max(first, SBDM_START)
     if config.last_step != "none":
         last = 1.0 - config.last_step_size
+
+    def evaluate(x: torch.Tensor, time: float) -> tuple[Coefficients, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Coefficients, velocity, score and w at one time, from one model call."""
+        t = x.new_full((len(x),), time)
+        c = interpolants.coefficients(path, t, x)
+        velocity = velocity_fn(x, t)
+        score = interpolants.score_from_velocity(c, velocity, x)
+        return c, velocity, score, diffusion_strength(config.form, c, t.view_as(c.alpha), config.norm)
+
     x = noise
     times = torch.linspace(first, last, config.num_steps + 1)
     for start, end in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
         step = end - start
-        t = x.new_full((len(x),), start)
-        c = interpolants.coefficients(path, t, x)
-        velocity = velocity_fn(x, t)
-        score = interpolants.score_from_velocity(c, velocity, x)
-        strength = diffusion_strength(config.form, c, t.view_as(c.alpha), config.norm)
+        _, velocity, score, strength = evaluate(x, start)
         x = x + step * (velocity + strength * score)
         x = x + (2 * strength * step).sqrt() * normal(x, generators)
         require_finite(x, end)
     if config.last_step == "none":
         return x
-    t = x.new_full((len(x),), last)
-    c = interpolants.coefficients(path, t, x)
-    velocity = velocity_fn(x, t)
-    score = interpolants.score_from_velocity(c, velocity, x)
+    c, velocity, score, strength = evaluate(x, last)
     if config.last_step == "tweedie":
         x = x / c.alpha + (c.sigma**2 / c.alpha) * score
     else:
-        strength = diffusion_strength(config.form, c, t.view_as(c.alpha), config.norm)
         drift = velocity + strength * score if config.last_step == "mean" else velocity
         x = x + config.last_step_size * drift
     require_finite(x, 1.0)
