@@ -3,8 +3,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import DATA, relative_error
+from tests.reference.repa import sample_repa
 from vcagen.guidance import GuidanceConfig, drop_labels, guided_model
 from vcagen.models.transformer import DiffusionTransformer
+from vcagen.samplers import sde
+from vcagen.samplers.sde import EulerMaruyamaConfig, sample_sde
 from vcagen.seeds import sample_generator
 
 
@@ -57,7 +60,7 @@ def test_scale_one_calls_the_model_for_the_labels_alone() -> None:
 
 
 def test_a_model_without_null_label_cannot_be_guided() -> None:
-    with pytest.raises(ValueError, match=r"guidance.scale=1.5 .*label_dropout=0"):
+    with pytest.raises(ValueError, match=r"guidance.scale=1.5 needs a null label.*use guidance.scale=1"):
         guided_model(constant_model, torch.arange(5), None, GuidanceConfig(scale=1.5))
 
 
@@ -68,3 +71,50 @@ def test_label_dropout_rate_and_independence_of_the_batch() -> None:
     assert torch.equal(dropped[dropped != 10], labels[dropped != 10])
     part = drop_labels(labels[500:600], 0.1, 10, [sample_generator(0, i) for i in range(500, 600)])
     assert torch.equal(part, dropped[500:600])
+
+
+@pytest.mark.parametrize(("time", "rows"), [(0.0, 2), (0.299, 2), (0.3, 4), (0.5, 4), (0.7, 4), (0.701, 2), (1.0, 2)])
+def test_outside_the_interval_no_unconditional_half_is_computed(time: float, rows: int) -> None:
+    sizes = []
+
+    def model(latents: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(latents))
+        return constant_model(latents, timesteps, labels)
+
+    config = GuidanceConfig(scale=3.0, interval=(0.3, 0.7))
+    output = guided_model(model, torch.arange(2), 10, config)(torch.zeros(2, 4, 1, 1), torch.full((2,), time))
+    assert sizes == [rows]
+    weight = 3.0 if rows == 4 else 1.0
+    assert torch.allclose(output[:, 0, 0, 0], weight * torch.tensor([1.0, 2.0]))
+
+
+def test_interval_works_on_diffusion_timesteps() -> None:
+    model_fn = guided_model(constant_model, torch.arange(1), 10, GuidanceConfig(scale=3.0, interval=(0, 600)))
+    latents = torch.zeros(1, 4, 1, 1)
+    assert model_fn(latents, torch.tensor([600]))[0, 0].item() == 3
+    assert model_fn(latents, torch.tensor([601]))[0, 0].item() == 1
+
+
+def test_interval_must_not_be_reversed() -> None:
+    with pytest.raises(ValueError, match=r"interval=\[0.7, 0.3\]: expected \[low, high\] with low <= high"):
+        GuidanceConfig(scale=2.0, interval=(0.7, 0.3))
+
+
+def test_interval_and_sampler_equal_repas_under_the_map_of_time(
+    sit_oracle_model: DiffusionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_steps, labels = 50, torch.tensor([1, 5])
+    generator = torch.Generator().manual_seed(0)
+    noises = torch.randn(num_steps, 2, 4, 8, 8, generator=generator)
+    start = torch.randn(2, 4, 8, 8, generator=generator)
+
+    def velocity(x: torch.Tensor, t: float, label: torch.Tensor) -> torch.Tensor:  # as REPA would have trained it
+        return -sit_oracle_model(x.float(), torch.full((2,), 1 - t), label)[:, :4].double()
+
+    expected = sample_repa(velocity, start, labels, 10, 1.8, (0.0, 0.7), num_steps, list(noises))
+    stream = iter(noises)
+    monkeypatch.setattr(sde, "normal", lambda x, generators: next(stream))
+    model_fn = guided_model(sit_oracle_model, labels, 10, GuidanceConfig(scale=1.8, interval=(1 - 0.7, 1.0)))
+    config = EulerMaruyamaConfig(num_steps=num_steps)
+    final = sample_sde(lambda x, t: model_fn(x, t)[:, :4], start, [], "Linear", (0.0, 1.0), config)
+    assert relative_error(final.double(), expected) < 1e-5

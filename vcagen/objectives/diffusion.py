@@ -6,7 +6,8 @@ import torch
 from pydantic import BaseModel
 
 from vcagen.callables import Model
-from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS
+from vcagen.noise_schedule import NUM_TRAIN_TIMESTEPS
+from vcagen.noise_schedule import betas as schedule_betas
 from vcagen.objectives.output import ObjectiveOutput, mean_per_sample
 from vcagen.seeds import normal, uniform
 
@@ -26,7 +27,7 @@ class DiffusionObjective:
 
     def __init__(self, config: DiffusionConfig) -> None:
         self.config = config
-        betas = torch.linspace(BETA_START, BETA_END, NUM_TRAIN_TIMESTEPS, dtype=torch.float64)
+        betas = schedule_betas()
         self.alphas_cumprod = (1 - betas).cumprod(0)
         self.signal_scale = self.alphas_cumprod.sqrt()
         self.noise_scale = (1 - self.alphas_cumprod).sqrt()

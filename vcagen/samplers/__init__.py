@@ -4,12 +4,21 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vcagen.samplers.diffusion import DDIMConfig, DDPMConfig
-from vcagen.samplers.ode import EulerConfig, HeunConfig
-from vcagen.samplers.sde import EulerMaruyamaConfig
+from vcagen.samplers.diffusion import DDIMConfig, DDPMConfig, DPMSolverConfig, UniPCConfig
+from vcagen.samplers.ode import Dopri5Config, EulerConfig, HeunConfig
+from vcagen.samplers.sde import EulerMaruyamaConfig, StochasticHeunConfig
 
 SamplerConfig = Annotated[
-    DDPMConfig | DDIMConfig | EulerConfig | HeunConfig | EulerMaruyamaConfig, Field(discriminator="name")
+    DDPMConfig
+    | DDIMConfig
+    | DPMSolverConfig
+    | UniPCConfig
+    | EulerConfig
+    | HeunConfig
+    | Dopri5Config
+    | EulerMaruyamaConfig
+    | StochasticHeunConfig,
+    Field(discriminator="name"),
 ]
-DIFFUSION_SAMPLERS = (DDPMConfig, DDIMConfig)
-FLOW_SAMPLERS = (EulerConfig, HeunConfig, EulerMaruyamaConfig)
+DIFFUSION_SAMPLERS = (DDPMConfig, DDIMConfig, DPMSolverConfig, UniPCConfig)
+FLOW_SAMPLERS = (EulerConfig, HeunConfig, Dopri5Config, EulerMaruyamaConfig, StochasticHeunConfig)

@@ -1,14 +1,20 @@
-"""DDPM and DDIM through diffusers' schedulers, in the settings that equal DiT's own sampling loops."""
+"""Diffusion samplers through diffusers' schedulers; DDPM and DDIM equal DiT's own sampling loops.
+
+DDPM and DDIM run on the respaced process: its N betas are those whose products are the alphas_cumprod of the N
+timesteps kept, and the model sees the timesteps themselves. This is exact for any spacing, where a scheduler that
+is given the 1000 betas and a spacing assumes equal strides.
+"""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
-from pydantic import BaseModel, Field, field_validator
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from pydantic import BaseModel, Field, model_validator
 
 from vcagen.callables import ModelFn
-from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS
+from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS, betas
 from vcagen.samplers.checks import require_finite
 
 Steps = Annotated[int, Field(ge=2, le=NUM_TRAIN_TIMESTEPS)]
@@ -22,25 +28,87 @@ class DDPMConfig(BaseModel, extra="forbid", frozen=True):
 
 
 class DDIMConfig(BaseModel, extra="forbid", frozen=True):
-    """DDIM (arXiv 2010.02502) with eta 0, on the leading spacing of DiT's `ddimN`."""
+    """DDIM (arXiv 2010.02502) with eta 0.
+
+    Attributes:
+        num_steps: model calls.
+        spacing: `leading`, every (1000 / N)-th timestep from 0, DiT's `ddimN`; `linspace`, evenly with 0 and 999,
+            DiT's plain `N`.
+    """
 
     name: Literal["ddim"] = "ddim"
     num_steps: Steps = 50
+    spacing: Literal["leading", "linspace"] = "leading"
 
-    @field_validator("num_steps")
-    @classmethod
-    def _divides_the_timesteps(cls, num_steps: int) -> int:
+    @model_validator(mode="after")
+    def _divides_the_timesteps(self) -> "DDIMConfig":
         # Otherwise the last, noisiest timesteps would be left out, and sampling would start too late.
-        if NUM_TRAIN_TIMESTEPS % num_steps:
-            raise ValueError("DDIM's steps must divide 1000, such as 20, 25, 40, 50, 100 or 250")
-        return num_steps
+        if self.spacing == "leading" and NUM_TRAIN_TIMESTEPS % self.num_steps:
+            raise ValueError(
+                f"num_steps={self.num_steps} does not divide 1000, as leading spacing needs; use 20, 25, 40, 50, "
+                "100, 200 or 250, or spacing=linspace"
+            )
+        return self
+
+
+class DPMSolverConfig(BaseModel, extra="forbid", frozen=True):
+    """DPM-Solver++ (arXiv 2211.01095), second order, multistep; `num_steps` model calls."""
+
+    name: Literal["dpm_solver"] = "dpm_solver"
+    num_steps: Steps = 20
+
+
+class UniPCConfig(BaseModel, extra="forbid", frozen=True):
+    """UniPC (arXiv 2302.04867), second order; `num_steps` model calls."""
+
+    name: Literal["unipc"] = "unipc"
+    num_steps: Steps = 20
+
+
+DiffusionSamplerConfig = DDPMConfig | DDIMConfig | DPMSolverConfig | UniPCConfig
+
+
+def build_scheduler(config: DiffusionSamplerConfig) -> tuple[Any, list[int]]:
+    """A scheduler ready to step, and the timestep (0..999) that the model sees at each of its steps, noisiest first."""
+    if isinstance(config, DPMSolverConfig | UniPCConfig):
+        solver = DPMSolverMultistepScheduler if config.name == "dpm_solver" else UniPCMultistepScheduler
+        scheduler = solver(
+            num_train_timesteps=NUM_TRAIN_TIMESTEPS,
+            beta_start=BETA_START,
+            beta_end=BETA_END,
+            beta_schedule="linear",
+            timestep_spacing="linspace",
+        )
+        scheduler.set_timesteps(config.num_steps)
+        return scheduler, scheduler.timesteps.tolist()
+    kept = _respaced_timesteps(config)
+    kept_products = (1 - betas()).cumprod(0)[kept]
+    previous = torch.cat([kept_products.new_ones(1), kept_products[:-1]])
+    process = {
+        "num_train_timesteps": len(kept),
+        "trained_betas": (1 - kept_products / previous).tolist(),
+        "timestep_spacing": "leading",
+        "clip_sample": False,
+    }
+    if config.name == "ddpm":
+        scheduler = DDPMScheduler(variance_type="learned_range", **process)
+    else:
+        scheduler = DDIMScheduler(set_alpha_to_one=True, **process)
+    scheduler.set_timesteps(len(kept))
+    return scheduler, kept[::-1]
+
+
+def _respaced_timesteps(config: DDPMConfig | DDIMConfig) -> list[int]:
+    if isinstance(config, DDIMConfig) and config.spacing == "leading":
+        return list(range(0, NUM_TRAIN_TIMESTEPS, NUM_TRAIN_TIMESTEPS // config.num_steps))
+    return np.linspace(0, NUM_TRAIN_TIMESTEPS - 1, config.num_steps).round().astype(int).tolist()
 
 
 def sample_diffusion(
     model_fn: ModelFn,
     noise: torch.Tensor,
     generators: Sequence[torch.Generator],
-    config: DDPMConfig | DDIMConfig,
+    config: DiffusionSamplerConfig,
     clip_range: float | None = None,
 ) -> torch.Tensor:
     """Denoises `noise` (B, C, H, W); float32 throughout. DDPM draws once a step from each generator.
@@ -50,33 +118,31 @@ def sample_diffusion(
         noise: the state at the noisiest timestep.
         generators: one per sample.
         config: which scheduler and how many steps.
-        clip_range: bound on the predicted latents at each step, for data whose range is known (pixels); None
-            does not clip, as in DiT.
+        clip_range: bound on the predicted latents at each step, for data whose range is known (pixels); epsilon
+            becomes the one that goes with the bounded prediction. None does not clip, as in DiT.
 
     Raises:
         ValueError: the state stops being finite.
     """
-    common = {
-        "num_train_timesteps": NUM_TRAIN_TIMESTEPS,
-        "beta_start": BETA_START,
-        "beta_end": BETA_END,
-        "beta_schedule": "linear",
-        "clip_sample": clip_range is not None,
-        "clip_sample_range": clip_range or 1.0,
-    }
-    if config.name == "ddpm":
-        scheduler = DDPMScheduler(variance_type="learned_range", timestep_spacing="linspace", **common)
-    else:
-        scheduler = DDIMScheduler(timestep_spacing="leading", set_alpha_to_one=True, steps_offset=0, **common)
-    scheduler.set_timesteps(config.num_steps)
+    scheduler, model_timesteps = build_scheduler(config)
+    products = (1 - betas()).cumprod(0)
     x = noise
-    for timestep in scheduler.timesteps.tolist():
+    for step_timestep, timestep in zip(scheduler.timesteps, model_timesteps, strict=True):
         output = model_fn(x, torch.full((len(x),), timestep, dtype=torch.int64, device=x.device))
+        epsilon, variance = output[:, : x.shape[1]], output[:, x.shape[1] :]
+        if clip_range is not None:
+            epsilon = _bounded_epsilon(epsilon, x, products[timestep].item(), clip_range)
         if config.name == "ddpm":
-            x = scheduler.step(output, timestep, x, generator=list(generators)).prev_sample
+            epsilon_and_variance = torch.cat([epsilon, variance], dim=1)
+            x = scheduler.step(epsilon_and_variance, step_timestep, x, generator=list(generators)).prev_sample
         else:
-            # Clipped data needs the epsilon that goes with it: left as it was, the two contradict each other.
-            epsilon, clips = output[:, : x.shape[1]], clip_range is not None
-            x = scheduler.step(epsilon, timestep, x, eta=0.0, use_clipped_model_output=clips).prev_sample
+            x = scheduler.step(epsilon, step_timestep, x).prev_sample
         require_finite(x, timestep)
     return x
+
+
+def _bounded_epsilon(epsilon: torch.Tensor, x: torch.Tensor, alpha_cumprod: float, bound: float) -> torch.Tensor:
+    """The epsilon whose predicted data lies within the bound."""
+    signal, noise = alpha_cumprod**0.5, (1 - alpha_cumprod) ** 0.5
+    data = ((x - noise * epsilon) / signal).clamp(-bound, bound)
+    return (x - signal * data) / noise
