@@ -10,15 +10,16 @@ from vcagen.commands import exit_code
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Sample a grid or a folder of images from a run folder (its newest checkpoint) or a checkpoint.",
+        description="Sample a grid or a folder of images from a run folder (its newest checkpoint), a checkpoint, or a "
+        "pipeline folder.",
         epilog="example: python sample.py runs/demo --labels 3,7 --per-label 8 --grid grid.png sampler.num_steps=50",
     )
-    parser.add_argument("run", type=Path, help="run folder, or one checkpoints/step_N folder of it")
+    parser.add_argument("run", type=Path, help="run folder, one checkpoints/step_N folder of it, or a pipeline folder")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="sampler.* and guidance.* settings that replace the run's",
+        help="sampler.*, guidance.* and decoding.* settings that replace the run's or the protocol's",
     )
     parser.add_argument(
         "--labels",
@@ -30,7 +31,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--columns", type=int, help="columns of the grid (default: images per label)")
     parser.add_argument("--out", type=Path, help="write the images one by one into this folder; resumable")
     parser.add_argument("--seed", type=int, default=0, help="image i depends on this, i and its label alone")
-    parser.add_argument("--weights", choices=["ema", "model"], default="ema", help="EMA or raw weights")
+    parser.add_argument("--protocol", help="sample as a published table was made: dit-paper, sit-paper-sde, ...")
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help="EMA or raw weights")
     parser.add_argument("--batch-size", type=int, default=64, help="changes memory and speed, not the images")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     return parser.parse_intermixed_args()  # overrides may stand on either side of options
@@ -44,26 +46,27 @@ def sample(arguments: argparse.Namespace) -> None:
     from accelerate import PartialState
 
     from vcagen.files import require_file_name, write_grid
-    from vcagen.generation import load_run, parse_labels, plan_samples
+    from vcagen.generation import load_model, parse_labels, plan_samples
     from vcagen.sample_folder import prepare_samples, read_samples, write_samples
 
     columns = arguments.per_label if arguments.columns is None else arguments.columns
     if min(arguments.per_label, arguments.batch_size, columns) < 1:
         raise ValueError("--per-label, --batch-size and --columns must be at least 1")
     process = PartialState(cpu=not torch.accelerator.is_available())
-    run = load_run(arguments.run, arguments.weights, arguments.overrides, arguments.device)
-    labels = parse_labels(arguments.labels, run.class_names)
+    protocol = [f"protocol={arguments.protocol}"] if arguments.protocol else []
+    model = load_model(arguments.run, arguments.weights, [*protocol, *arguments.overrides], arguments.device)
+    labels = parse_labels(arguments.labels, model.class_names)
     repeated = [label for label in labels for _ in range(arguments.per_label)]
-    samples = plan_samples(repeated, arguments.seed, len(run.class_names))
-    grid = arguments.grid if arguments.grid or arguments.out else run.folder / "grid.png"
+    samples = plan_samples(repeated, arguments.seed, len(model.class_names))
+    grid = arguments.grid if arguments.grid or arguments.out else model.folder / "grid.png"
     if grid:
         require_file_name(grid)
     if process.is_main_process:
-        print(run.describe())
+        print(model.describe())
     if arguments.out:
         with process.main_process_first():
-            prepare_samples(run, samples, arguments.out)
-        write_samples(run, samples, arguments.out, arguments.batch_size, process.process_index, process.num_processes)
+            prepare_samples(model, samples, arguments.out)
+        write_samples(model, samples, arguments.out, arguments.batch_size, process.process_index, process.num_processes)
         process.wait_for_everyone()
     if not process.is_main_process:
         return
@@ -73,9 +76,11 @@ def sample(arguments: argparse.Namespace) -> None:
         if arguments.out:
             images = read_samples(samples, arguments.out)
         else:
-            images = np.stack([image for _, image in run.maker.images(samples, arguments.batch_size)])
+            images = np.stack([image for _, image in model.maker.images(samples, arguments.batch_size)])
         write_grid(grid, images, columns)
         print(f"{grid}: {len(samples)} images, row by row in the order of the labels")
+    if calls := model.maker.model_calls:
+        print(f"model calls a batch: {min(calls)}" + (f" to {max(calls)}" if max(calls) > min(calls) else ""))
 
 
 def main() -> int:

@@ -16,13 +16,14 @@ def parse_arguments() -> argparse.Namespace:
         help="Frechet distance of a run or of a folder of images to real images",
         usage="python -m fid score SOURCE --reference REFERENCE [options] [key=value ...]",
         description="Frechet distance of a run (sampled first) or of a folder of images to real images. For a run, "
-        "key=value replaces its sampler.* and guidance.* settings.",
+        "key=value replaces its sampler.*, guidance.*, decoding.* and label_mode settings.",
         epilog="example: python -m fid score runs/demo --reference digits --num-images 400 guidance.scale=1",
     )
-    score.add_argument("source", type=Path, help="run folder, checkpoint folder, or a folder of images")
+    score.add_argument("source", type=Path, help="run, checkpoint or pipeline folder, or a folder of images")
     score.add_argument("--reference", required=True, help="`digits` (the embedded data set) or a folder of real images")
     score.add_argument("--extractor", help="inception-v3-compat or digits-classifier (default: by the reference)")
     score.add_argument("--extractor-weights", type=Path, help="file with Inception's weights, for machines offline")
+    score.add_argument("--protocol", help="sample as a published table was made: dit-paper, sit-paper-sde, ...")
     score.add_argument("--num-images", type=int, help="images to sample from a run (default: 1000)")
     score.add_argument("--seed", type=int, help="seed of the images sampled from a run (default: 0)")
     score.add_argument("--batch-size", type=int, default=64, help="changes memory and speed, not the result")

@@ -19,7 +19,8 @@ from fid.moments import FeatureMoments
 from vcagen.data.digits import Digits
 from vcagen.data.images import center_crop, check_images, decode_image, walk_images
 from vcagen.files import require_file_name, write_json
-from vcagen.generation import LoadedRun, load_run, plan_samples, usable_device
+from vcagen.generation import LoadedModel, load_model, plan_labels, plan_samples, usable_device
+from vcagen.pipeline_folder import is_pipeline_folder
 from vcagen.sample_folder import image_path, prepare_samples, read_record, samples_folder, write_samples
 
 DIGITS_REFERENCE = "digits"
@@ -117,18 +118,18 @@ def score_command(arguments: argparse.Namespace) -> None:
     if arguments.batch_size < 1:
         raise ValueError(f"--batch-size {arguments.batch_size}: must be at least 1")
     is_digits = arguments.reference == DIGITS_REFERENCE
-    run = _load_if_run(arguments)
-    height, width = run.maker.autoencoder.image_size(run.maker.model.config.latent_size) if run else (0, 0)
-    # A run's reference is cropped as its training images were; folders are compared as they are.
-    crop = height if run and height == width else None
+    model = _load_if_model(arguments)
+    height, width = model.maker.autoencoder.image_size(model.maker.model.config.latent_size) if model else (0, 0)
+    # A model's reference is cropped as its training images were; folders are compared as they are.
+    crop = height if model and height == width else None
     reference: Images = DigitsImages() if is_digits else FolderImages(Path(arguments.reference), crop)
     name = arguments.extractor or (DIGITS if is_digits else INCEPTION)
-    given = None if run else FolderImages(arguments.source)
+    given = None if model else FolderImages(arguments.source)
     _require_comparable(str(arguments.source), given.size if given else (height, width), reference, name)
     if arguments.out:
         require_file_name(arguments.out)
     extractor = build_extractor(name, arguments.extractor_weights, usable_device(arguments.device))
-    images = FolderImages(_sample(run, arguments)) if run else given
+    images = FolderImages(_sample(model, arguments)) if model else given
     assert images is not None
     out = arguments.out or images.folder / "score.json"
     require_file_name(out)
@@ -230,29 +231,30 @@ def describe(result: dict[str, Any], out: Path) -> str:
     return "\n".join(lines)
 
 
-def _load_if_run(arguments: argparse.Namespace) -> LoadedRun | None:
+def _load_if_model(arguments: argparse.Namespace) -> LoadedModel | None:
     source: Path = arguments.source
-    if (source / "checkpoints").is_dir() or (source / "state.json").is_file():
-        return load_run(source, "ema", arguments.overrides, arguments.device)
-    if arguments.overrides or arguments.num_images or arguments.seed is not None:
+    protocol = [f"protocol={arguments.protocol}"] if arguments.protocol else []
+    if (source / "checkpoints").is_dir() or is_pipeline_folder(source):
+        return load_model(source, "ema", [*protocol, *arguments.overrides], arguments.device)
+    if protocol or arguments.overrides or arguments.num_images or arguments.seed is not None:
         raise ValueError(
-            f"{source}: not a run, so there is nothing to sample; leave out --num-images, --seed and key=value"
+            f"{source}: not a run or a model, so there is nothing to sample; leave out --protocol, --num-images, "
+            "--seed and key=value"
         )
     return None
 
 
-def _sample(run: LoadedRun, arguments: argparse.Namespace) -> Path:
-    """Samples a run, balanced over its classes, into a folder of its own."""
+def _sample(model: LoadedModel, arguments: argparse.Namespace) -> Path:
+    """Samples a model, with labels as its label_mode says, into a folder of its own."""
     num_images = 1000 if arguments.num_images is None else arguments.num_images
     if num_images < 2:
         raise ValueError(f"--num-images {num_images}: a covariance needs at least 2 images")
-    num_classes = len(run.class_names)
-    labels = [index % num_classes for index in range(num_images)]
-    samples = plan_samples(labels, arguments.seed or 0, num_classes)
-    folder = samples_folder(run, samples)
-    print(run.describe())
-    prepare_samples(run, samples, folder)
-    write_samples(run, samples, folder, arguments.batch_size, rank=0, num_processes=1)
+    num_classes, seed = len(model.class_names), arguments.seed or 0
+    samples = plan_samples(plan_labels(num_images, seed, num_classes, model.config.label_mode), seed, num_classes)
+    folder = samples_folder(model, samples)
+    print(model.describe())
+    prepare_samples(model, samples, folder)
+    write_samples(model, samples, folder, arguments.batch_size, rank=0, num_processes=1)
     return folder
 
 

@@ -12,7 +12,7 @@ def test_all_grey_levels_survive_the_round_trip() -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
     moments = autoencoder.encode(images)
     assert moments.shape == (1, 2, 16, 16)
-    latents = autoencoder.sample_latents(moments)
+    latents = autoencoder.sample_latents(moments, [])
     assert (latents.min(), latents.max()) == (-1, 1)
     assert torch.equal(autoencoder.decode(latents), images)
 

@@ -2,7 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from vcagen.config import dump_config, load_config, override_sampling
+from vcagen.autoencoder import DecodingConfig
+from vcagen.config import RunConfig, dump_config, load_config, override_sampling
+from vcagen.guidance import GuidanceConfig
+from vcagen.protocols import SECTIONS, protocol_names, read_protocol
+from vcagen.sampling_config import PipelineConfig, SamplingConfig, WeightsRecord
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs/demo.yaml"
@@ -108,10 +112,14 @@ def test_config_is_frozen() -> None:
 
 
 def test_sampling_overrides_leave_the_rest_to_the_checkpoint() -> None:
-    config = load_config(DEMO)
+    run = load_config(DEMO)
+    shared = {name: getattr(run, name) for name in SamplingConfig.model_fields}
+    config = PipelineConfig(
+        **shared, variant="SiT-tiny/1", class_names=("0", "1"), weights=WeightsRecord(kind="ema", step=1)
+    )
     changed = override_sampling(config, ["sampler.num_steps=3", "guidance.scale=4"])
     assert (changed.sampler.num_steps, changed.guidance.scale) == (3, 4)
-    assert changed.train == config.train
+    assert changed.objective == config.objective
     for refused in ["objective.prediction=noise", "train.max_steps=3", "seed=3"]:
         with pytest.raises(ValueError, match="fixed by the checkpoint"):
             override_sampling(config, [refused])
@@ -125,3 +133,73 @@ def test_every_config_loads_and_says_how_to_run_it(path: Path) -> None:
     header = [line for line in path.read_text().splitlines()[:4] if line.startswith("#")]
     assert f"python train.py configs/{path.name}" in " ".join(header)
     assert any("Hardware" in line for line in header)
+
+
+PROTOCOLS = ["dit-paper", "dit-paper-cfg1.5", "repa-paper", "sit-paper-ode", "sit-paper-sde"]
+
+
+def test_protocols_are_whole_and_say_what_was_published() -> None:
+    assert protocol_names() == PROTOCOLS
+    for name in PROTOCOLS:
+        settings = read_protocol(name)
+        assert tuple(settings) == SECTIONS
+        assert settings["guidance"].keys() == GuidanceConfig.model_fields.keys()
+        assert settings["decoding"].keys() == DecodingConfig.model_fields.keys()
+        header = (ROOT / f"vcagen/protocols/{name}.yaml").read_text().split("sampler:")[0]
+        assert "arXiv" in header
+        assert "FID-50K" in header
+        assert "Not run here" in header
+
+
+def with_protocol(tmp_path: Path, name: str, *overrides: str, text: str = "") -> RunConfig:
+    variant = "DiT-S/2" if name.startswith("dit") else "SiT-S/2"
+    base = f"{MINIMAL}autoencoder: {{name: kl}}\nmodel: {{variant: {variant}}}\nprotocol: {name}\n{text}"
+    return load_config(write(tmp_path, base), overrides)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_gives_everything_it_fixes(tmp_path: Path, name: str) -> None:
+    config = with_protocol(tmp_path, name)
+    assert config.modified() == []
+    assert config.model_dump(mode="json", include=set(SECTIONS)) == read_protocol(name)
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_what_differs_from_a_protocol_is_said(tmp_path: Path) -> None:
+    config = with_protocol(tmp_path, "sit-paper-sde", "sampler.num_steps=9", text="guidance: {scale: 1.5}\n")
+    assert config.sampler.model_dump()["last_step_size"] == 0.04
+    assert config.modified() == ["guidance.scale=1.5 (protocol: 1.0)", "sampler.num_steps=9 (protocol: 249)"]
+    other = with_protocol(tmp_path, "sit-paper-sde", text="sampler: {name: heun}\n")
+    assert other.sampler.model_dump() == {"name": "heun", "num_steps": 25}
+    assert "sampler.name=heun (protocol: euler_maruyama)" in other.modified()
+
+
+def test_another_protocol_replaces_what_the_first_fixed(tmp_path: Path) -> None:
+    config = with_protocol(tmp_path, "sit-paper-sde", "protocol=repa-paper", text="guidance: {scale: 3}\n")
+    assert config.guidance == GuidanceConfig(scale=1.8, interval=(0.3, 1.0))
+    assert config.modified() == []
+    config = with_protocol(tmp_path, "sit-paper-sde", "protocol=null")
+    assert (config.protocol, config.decoding.decoder, config.label_mode) == (None, None, "balanced")
+
+
+def test_a_protocol_that_does_not_fit_or_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"protocol: 'sit' does not exist; there are dit-paper, dit-paper-cfg1.5"):
+        with_protocol(tmp_path, "sit-paper-sde", "protocol=sit")
+    with pytest.raises(ValueError, match=r"sampler.name=ddpm does not sample flow models"):
+        with_protocol(tmp_path, "sit-paper-sde", "protocol=dit-paper")
+    with pytest.raises(ValueError, match=r"sd-vae-ft-ema: this model works on pixels.*use decoding.decoder=null"):
+        with_protocol(tmp_path, "sit-paper-sde", "autoencoder.name=identity")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["guidance.interval=[0.5,1.5]"], r"timesteps of flow models lie within \[0, 1\]"),
+        (["guidance.interval=[0.9,0.5]"], r"expected \[low, high\] with low <= high"),
+        (["model.variant=DiT-S/2", "sampler.name=ddpm", "guidance.interval=[0,1000]"], r"lie within \[0, 999\]"),
+        (["sampler.name=stochastic_heun", "sampler.last_step=none"], r"the score at t=1, where it is 0/0"),
+    ],
+)
+def test_sampling_that_cannot_work_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(DEMO, overrides)

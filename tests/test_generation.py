@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import fill_with_noise
 from tests.tiny_runs import ROOT, tiny_config
 from vcagen import run as run_module
-from vcagen.checkpoint import load_model
-from vcagen.generation import LoadedRun, PlannedSample, load_run, parse_labels, plan_samples
+from vcagen.checkpoint import load_state
+from vcagen.generation import LoadedModel, PlannedSample, load_model, parse_labels, plan_samples
+from vcagen.pipeline_folder import load_transformer
 from vcagen.sample_folder import prepare_samples, samples_folder, write_samples
 from vcagen.training import train
 
@@ -38,14 +39,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: folder / family for family in SAMPLERS}
 
 
-def images_of(run: LoadedRun, labels: list[int], batch_size: int, seed: int = 7) -> np.ndarray:
+def images_of(run: LoadedModel, labels: list[int], batch_size: int, seed: int = 7) -> np.ndarray:
     samples = plan_samples(labels, seed, 10)
     return np.stack([image for _, image in run.maker.images(samples, batch_size, progress=False)])
 
 
 @pytest.mark.parametrize(("family", "sampler"), [(f, s) for f, names in SAMPLERS.items() for s in names])
 def test_an_image_depends_on_seed_index_and_label_alone(runs: dict[str, Path], family: str, sampler: str) -> None:
-    run = load_run(runs[family], overrides=[sampler, "sampler.num_steps=4", "guidance.scale=2"])
+    run = load_model(runs[family], overrides=[sampler, "sampler.num_steps=4", "guidance.scale=2"])
     labels = [index % 5 for index in range(12)]
     whole = images_of(run, labels, 12)
     for batch_size in (5, 1):
@@ -57,21 +58,21 @@ def test_an_image_depends_on_seed_index_and_label_alone(runs: dict[str, Path], f
     assert not np.array_equal(images_of(run, labels, 12, seed=8), whole)
 
 
-def write(run: LoadedRun, samples: list[PlannedSample], folder: Path, batch_size: int = 4) -> None:
+def write(run: LoadedModel, samples: list[PlannedSample], folder: Path, batch_size: int = 4) -> None:
     prepare_samples(run, samples, folder)
     write_samples(run, samples, folder, batch_size, rank=0, num_processes=1)
 
 
 def test_guidance_and_steps_change_the_picture(runs: dict[str, Path]) -> None:
     pictures = [
-        images_of(load_run(runs["SiT"], overrides=overrides), [1, 2], 2).tobytes()
+        images_of(load_model(runs["SiT"], overrides=overrides), [1, 2], 2).tobytes()
         for overrides in (["guidance.scale=1"], ["guidance.scale=2"], ["sampler.num_steps=9"])
     ]
     assert len(set(pictures)) == 3
 
 
 def test_an_interrupted_folder_goes_on_and_equals_a_whole_one(runs: dict[str, Path], tmp_path: Path) -> None:
-    run = load_run(runs["SiT"])
+    run = load_model(runs["SiT"])
     samples = plan_samples([3, 1, 4, 1, 5], 0, 10)
     prepare_samples(run, samples, tmp_path / "whole")
     for rank in (1, 0):
@@ -96,7 +97,7 @@ def test_an_interrupted_folder_goes_on_and_equals_a_whole_one(runs: dict[str, Pa
 
 
 def test_a_folder_of_other_samples_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
-    run = load_run(runs["SiT"])
+    run = load_model(runs["SiT"])
     write(run, plan_samples([1], 0, 10), tmp_path)
     with pytest.raises(ValueError, match="holds other samples already"):
         write(run, plan_samples([2], 0, 10), tmp_path)
@@ -112,19 +113,19 @@ def test_images_of_other_weights_at_the_same_step_are_not_taken_for_these(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, samples = copy_of(runs["SiT"], tmp_path), plan_samples([1], 0, 10)
-    before = load_run(run_dir)
+    before = load_model(run_dir)
     write(before, samples, tmp_path / "images")
     monkeypatch.chdir(tmp_path)
-    relative = load_run(Path("run"))  # the same weights by another path are the same
+    relative = load_model(Path("run"))  # the same weights by another path are the same
     write(relative, samples, tmp_path / "images")
     assert samples_folder(relative, samples).name == samples_folder(before, samples).name
-    shutil.rmtree(run_dir / "checkpoints/step_0000001/ema")
-    shutil.copytree(run_dir / "checkpoints/step_0000001/model", run_dir / "checkpoints/step_0000001/ema")
-    path = run_dir / "checkpoints/step_0000001/ema/diffusion_pytorch_model.safetensors"
+    shutil.rmtree(run_dir / "checkpoints/step_0000001/transformer")
+    shutil.copytree(run_dir / "checkpoints/step_0000001/raw", run_dir / "checkpoints/step_0000001/transformer")
+    path = run_dir / "checkpoints/step_0000001/transformer/diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     tensors["final_layer.linear.bias"] += 1.0
     save_file(tensors, path)
-    after = load_run(run_dir)
+    after = load_model(run_dir)
     assert samples_folder(after, samples) != samples_folder(before, samples)
     with pytest.raises(ValueError, match="holds other samples already"):
         write(after, samples, tmp_path / "images")
@@ -157,57 +158,59 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
 
 def test_checkpoint_without_weights(runs: dict[str, Path], tmp_path: Path) -> None:
     run = copy_of(runs["SiT"], tmp_path)
-    shutil.rmtree(run / "checkpoints/step_0000001/ema")
-    with pytest.raises(ValueError, match="no ema weights in this checkpoint; it has model weights"):
-        load_run(run)
-    load_run(run, "model")
-    shutil.rmtree(run / "checkpoints/step_0000001/model")
+    shutil.rmtree(run / "checkpoints/step_0000001/transformer")
+    with pytest.raises(ValueError, match="no ema weights in this folder; it has raw weights"):
+        load_model(run)
+    load_model(run, "raw")
+    shutil.rmtree(run / "checkpoints/step_0000001/raw")
     with pytest.raises(ValueError, match="no weights at all"):
-        load_run(run)
+        load_model(run)
 
 
 def test_truncated_weights(runs: dict[str, Path], tmp_path: Path) -> None:
     run = copy_of(runs["SiT"], tmp_path)
-    path = run / "checkpoints/step_0000001/ema/diffusion_pytorch_model.safetensors"
+    path = run / "checkpoints/step_0000001/transformer/diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"ema/diffusion_pytorch_model.safetensors: not a whole safetensors file"):
-        load_run(run)
+    with pytest.raises(
+        ValueError, match=r"transformer/diffusion_pytorch_model.safetensors: not a whole safetensors file"
+    ):
+        load_model(run)
 
 
 def test_folders_without_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such run or checkpoint folder"):
-        load_run(tmp_path / "nothing")
+        load_model(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"no checkpoint in it; expected a run folder"):
-        load_run(tmp_path)
+        load_model(tmp_path)
 
 
 def test_checkpoint_of_a_newer_version(runs: dict[str, Path], tmp_path: Path) -> None:
     run = copy_of(runs["SiT"], tmp_path)
-    path = run / "checkpoints/step_0000001/run.yaml"
-    path.write_text(path.read_text().replace("config_version: 1", "config_version: 2"))
-    with pytest.raises(ValueError, match=r"run.yaml: config_version 2 is newer"):
-        load_run(run)
+    path = run / "checkpoints/step_0000001/model_index.json"
+    path.write_text(path.read_text().replace('"config_version": 1', '"config_version": 2'))
+    with pytest.raises(ValueError, match=r"model_index.json: config_version 2 is newer"):
+        load_model(run)
 
 
 def test_ema_and_raw_weights_give_other_pictures_and_say_which(runs: dict[str, Path], tmp_path: Path) -> None:
     run = copy_of(runs["SiT"], tmp_path)
-    path = run / "checkpoints/step_0000001/ema/diffusion_pytorch_model.safetensors"
+    path = run / "checkpoints/step_0000001/transformer/diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     tensors["final_layer.linear.bias"] += 1.0
     save_file(tensors, path)
-    ema, raw = load_run(run), load_run(run, "model")
+    ema, raw = load_model(run), load_model(run, "raw")
     assert "ema weights at step 1" in ema.describe()
-    assert "model weights at step 1" in raw.describe()
+    assert "raw weights at step 1" in raw.describe()
     assert images_of(ema, [1], 1).mean() > images_of(raw, [1], 1).mean() + 10
 
 
 def test_guidance_needs_a_null_label(tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "train.label_dropout=0", "guidance.scale=1", "train.max_steps=1"))
     checkpoint = tmp_path / "checkpoints/step_0000001"
-    assert load_model(checkpoint).y_embedder.embedding_table.weight.shape[0] == 10
-    images_of(load_run(tmp_path), [1], 1)
+    assert load_transformer(checkpoint).y_embedder.embedding_table.weight.shape[0] == 10
+    images_of(load_model(tmp_path), [1], 1)
     with pytest.raises(ValueError, match=r"guidance.scale=1.5 needs a null label.*use guidance.scale=1"):
-        load_run(tmp_path, overrides=["guidance.scale=1.5"])
+        load_model(tmp_path, overrides=["guidance.scale=1.5"])
 
 
 def sample(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -232,19 +235,33 @@ def test_a_checkpoint_anywhere_writes_its_grid_beside_its_weights(runs: dict[str
     shutil.copytree(runs["SiT"] / "checkpoints/step_0000001", tmp_path / "best")
     assert sample(tmp_path / "best", "--labels", "1", "--per-label", "1").returncode == 0
     assert (tmp_path / "best/grid.png").exists()
-    assert load_run(runs["SiT"] / "checkpoints/step_0000001").folder == runs["SiT"]
+    assert load_model(runs["SiT"] / "checkpoints/step_0000001").folder == runs["SiT"]
 
 
 def test_a_young_ema_is_announced(runs: dict[str, Path], tmp_path: Path) -> None:
-    assert "warning: the EMA is young, 99% initial weights still" in load_run(runs["SiT"]).describe()
-    assert "warning" not in load_run(runs["SiT"], "model").describe()
+    assert "warning: the EMA is young, 99% initial weights still" in load_model(runs["SiT"]).describe()
+    assert "warning" not in load_model(runs["SiT"], "raw").describe()
 
 
-def test_a_damaged_state_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_index_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = copy_of(runs["SiT"], tmp_path)
+    path = run / "checkpoints/step_0000001/model_index.json"
+    index = json.loads(path.read_text())
+    for text, message in [
+        ("{", r"model_index.json: cannot be read"),
+        ('{"_class_name": "DiTPipeline"}', r"a pipeline of class DiTPipeline, without vcagen's settings"),
+        (json.dumps(index | {"settings": index["settings"] | {"colour": 1}}), r"colour: unknown key"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_model(run)
+
+
+def test_a_damaged_state_stops_a_resumed_run(runs: dict[str, Path], tmp_path: Path) -> None:
     run = copy_of(runs["SiT"], tmp_path)
     (run / "checkpoints/step_0000001/state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state.json: cannot be read .*the checkpoint is damaged"):
-        load_run(run)
+        load_state(run / "checkpoints/step_0000001")
 
 
 @pytest.mark.parametrize(

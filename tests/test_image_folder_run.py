@@ -15,7 +15,7 @@ from tests.tiny_runs import losses, tiny_config
 from vcagen.checkpoint import list_checkpoints
 from vcagen.data import build_data
 from vcagen.data.image_folder import ImageFolder, ImageFolderConfig
-from vcagen.generation import load_run, parse_labels, plan_samples
+from vcagen.generation import load_model, parse_labels, plan_samples
 from vcagen.sample_folder import prepare_samples, write_samples
 from vcagen.training import train
 
@@ -49,7 +49,7 @@ def test_train_sample_by_name_and_refuse_other_classes(tree: Path, tmp_path: Pat
     run_dir = tmp_path / "run"
     train(tiny_config(run_dir, *FOLDER, f"data.root={tree}"))
     assert len(losses(run_dir)) == 3
-    run = load_run(run_dir)
+    run = load_model(run_dir)
     assert parse_labels("10", run.class_names) == [10]
     (_, image), *_ = run.maker.images(plan_samples([10], 0, 12), 1, progress=False)
     assert image.shape == (16, 16, 3)
@@ -167,7 +167,7 @@ def test_a_sample_folder_is_scored_by_its_own_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tiny_config(tmp_path / "run", "train.max_steps=2"))
-    run, folder = load_run(tmp_path / "run"), tmp_path / "images"
+    run, folder = load_model(tmp_path / "run"), tmp_path / "images"
     samples = plan_samples([0, 1, 2, 3], 5, 10)
     prepare_samples(run, samples, folder)
     write_samples(run, samples, folder, 4, 0, 1)

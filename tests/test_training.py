@@ -13,8 +13,9 @@ from PIL import Image
 
 from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
 from vcagen import run, training
-from vcagen.checkpoint import WEIGHTS_FILE, list_checkpoints
+from vcagen.checkpoint import list_checkpoints
 from vcagen.files import locked
+from vcagen.pipeline_folder import WEIGHTS_FILE
 from vcagen.training import train
 
 
@@ -51,8 +52,8 @@ def test_a_run_leaves_everything_behind(finished: Path) -> None:
 def test_weights_ema_and_optimiser_all_move(finished: Path) -> None:
     tensors = tensors_of(finished / "checkpoints/step_0000012")
     name = "blocks.1.attn.qkv.weight"
-    raw = tensors[f"model/diffusion_pytorch_model.safetensors:{name}"]
-    ema = tensors[f"ema/diffusion_pytorch_model.safetensors:{name}"]
+    raw = tensors[f"raw/diffusion_pytorch_model.safetensors:{name}"]
+    ema = tensors[f"transformer/diffusion_pytorch_model.safetensors:{name}"]
     assert 0 < (raw - ema).abs().max() < 0.1
     assert tensors[f"optimizer.safetensors:exp_avg.{name}"].abs().max() > 0
     assert tensors[f"optimizer.safetensors:step.{name}"] == 12
@@ -65,8 +66,8 @@ def test_ema_is_the_plain_recursion_from_the_initial_weights(tmp_path: Path) -> 
     expected = torch.zeros(8, 32)  # DiT's initial value of this layer
     for step in range(1, 6):
         tensors = tensors_of(tmp_path / f"checkpoints/step_{step:07d}")
-        expected = 0.99 * expected + 0.01 * tensors[f"model/diffusion_pytorch_model.safetensors:{name}"]
-        assert torch.allclose(tensors[f"ema/diffusion_pytorch_model.safetensors:{name}"], expected, atol=1e-7)
+        expected = 0.99 * expected + 0.01 * tensors[f"raw/diffusion_pytorch_model.safetensors:{name}"]
+        assert torch.allclose(tensors[f"transformer/diffusion_pytorch_model.safetensors:{name}"], expected, atol=1e-7)
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.num_workers=2",)], ids=["no workers", "two workers"])
@@ -384,7 +385,7 @@ def test_other_classes_do_not_resume(finished: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "renamed key"])
-@pytest.mark.parametrize("part", [f"model/{WEIGHTS_FILE}", f"ema/{WEIGHTS_FILE}", "optimizer.safetensors"])
+@pytest.mark.parametrize("part", [f"raw/{WEIGHTS_FILE}", f"transformer/{WEIGHTS_FILE}", "optimizer.safetensors"])
 def test_a_damaged_checkpoint_does_not_resume(finished: Path, tmp_path: Path, part: str, damage: str) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -11,21 +11,21 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from yaml import YAMLError
 
 from vcagen.attention import AttentionConfig, MHSAConfig
-from vcagen.autoencoder import IdentityConfig
 from vcagen.data import DataConfig, FolderName
-from vcagen.guidance import GuidanceConfig
 from vcagen.models.variants import parse_variant
-from vcagen.objectives import ObjectiveConfig
-from vcagen.samplers import DIFFUSION_SAMPLERS, FLOW_SAMPLERS, SamplerConfig
-
-CONFIG_VERSION = 1
+from vcagen.protocols import SECTIONS, read_protocol
+from vcagen.sampling_config import CONFIG_VERSION, PipelineConfig, SamplingConfig
 
 # Sections with a `name` that decides which other keys there are.
 NAMED_SECTIONS = ("data", "autoencoder", "model.attention", "objective", "sampler")
 
 # Overrides whose value is a path, and not YAML, where '#' would start a comment.
-VERBATIM = ("run_dir=", "data.root=")
+VERBATIM = ("run_dir=", "data.root=", "autoencoder.source=", "train.init_from=")
 
+# What may be changed when a trained model is sampled.
+SAMPLING_KEYS = ("protocol", *SECTIONS)
+
+Config = TypeVar("Config", bound=SamplingConfig)
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -48,7 +48,12 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
 
 
 class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """The loop; the defaults are the recipe of the DiT and SiT papers."""
+    """The loop; the defaults are the recipe of the DiT and SiT papers.
+
+    Attributes:
+        init_from: a pipeline or checkpoint folder whose weights (EMA where it has them) training starts from.
+        init_labels: off, the label table starts anew, for data of other classes.
+    """
 
     max_steps: PositiveInt = 400_000
     global_batch_size: PositiveInt = 256
@@ -60,6 +65,8 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     gradient_clip: Annotated[float, Field(gt=0)] | None = None
     ema_decay: Fraction = 0.9999
     label_dropout: Fraction = 0.1
+    init_from: FolderName | None = None
+    init_labels: bool = True
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     num_workers: Annotated[int, Field(ge=0)] = 0
     log_every: PositiveInt = 100
@@ -71,18 +78,13 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     trackers: tuple[str, ...] = ("tensorboard",)
 
 
-class RunConfig(BaseModel, extra="forbid", frozen=True):
+class RunConfig(SamplingConfig, extra="forbid", frozen=True):
     """A whole run. `objective` and `sampler` follow from the variant's family where they are not given."""
 
-    config_version: int = CONFIG_VERSION
     run_dir: FolderName
     seed: int = 0
     data: DataConfig
-    autoencoder: IdentityConfig = IdentityConfig()
     model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig
-    sampler: SamplerConfig
-    guidance: GuidanceConfig = GuidanceConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="before")
@@ -105,33 +107,27 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
                 settings[section] = {"name": name} | (given or {})
         return settings
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "RunConfig":
+    def _require_fitting_parts(self) -> None:
         is_diffusion = parse_variant(self.model.variant).family == "DiT"
         if is_diffusion != (self.objective.name == "diffusion"):
             raise ValueError(
                 f"model.variant={self.model.variant} and objective.name={self.objective.name} contradict each "
                 "other; DiT variants are trained with diffusion, SiT variants with flow"
             )
-        fitting = DIFFUSION_SAMPLERS if is_diffusion else FLOW_SAMPLERS
-        if not isinstance(self.sampler, fitting):
-            names = ", ".join(config.model_fields["name"].default for config in fitting)
-            raise ValueError(
-                f"sampler.name={self.sampler.name} does not sample {self.objective.name} models; use one of {names}"
-            )
         if self.guidance.scale != 1 and not self.train.label_dropout:
             raise ValueError(
                 f"guidance.scale={self.guidance.scale:g} needs a null label, which train.label_dropout=0 does not "
                 "train; use guidance.scale=1"
             )
-        return self
+        super()._require_fitting_parts()
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML file and merges `key=value` overrides over it.
 
-    Where an override changes the `name` of a section, the file's other keys of that section go: they belong to
-    what was named before.
+    A `protocol` gives its sampler, guidance, decoding and label_mode; what the file or the overrides say beside it
+    wins. Where an override changes the `name` of a section, the file's other keys of that section go: they belong
+    to what was named before.
 
     Raises:
         ValueError: a line for each wrong key, type or value, naming the file (or the override), the key, and what
@@ -145,25 +141,26 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(from_file, DictConfig):
         raise ValueError(f"{path}: expected keys and values, such as 'seed: 0', at the top level")
-    return _merged(from_file, overrides, str(path))
+    return _merged(from_file, overrides, str(path), RunConfig)
 
 
-def override_sampling(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The run with other `sampler.*` and `guidance.*` settings; everything else is the checkpoint's.
+def override_sampling(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
+    """The same model sampled otherwise: another protocol, sampler.*, guidance.*, decoding.* or label_mode.
 
     Raises:
-        ValueError: a wrong setting, as `load_config`, or one that the checkpoint has fixed.
+        ValueError: a wrong setting, as `load_config`, or one that the model has fixed.
     """
     for override in overrides:
-        if not override.startswith(("sampler.", "guidance.")):
+        if override.split("=")[0].split(".")[0] not in SAMPLING_KEYS:
             raise ValueError(
-                f"{override!r} cannot be changed here: only sampler.* and guidance.* can, the rest is fixed by the "
+                f"{override!r} cannot be changed here: only {', '.join(SAMPLING_KEYS)} can, the rest is fixed by the "
                 "checkpoint"
             )
-    return _merged(OmegaConf.create(config.model_dump(mode="json")), overrides, "the checkpoint's run.yaml")
+    base = OmegaConf.create(config.model_dump(mode="json"))
+    return _merged(base, overrides, "the checkpoint's model_index.json", PipelineConfig)
 
 
-def _merged(base: DictConfig, overrides: Sequence[str], source: str) -> RunConfig:
+def _merged(base: DictConfig, overrides: Sequence[str], source: str, kind: type[Config]) -> Config:
     for override in overrides:
         if "=" not in override or override.startswith(("-", "=")):
             raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
@@ -171,6 +168,11 @@ def _merged(base: DictConfig, overrides: Sequence[str], source: str) -> RunConfi
         from_line = OmegaConf.from_dotlist([o for o in overrides if not o.startswith(VERBATIM)])
         for key, value in (o.split("=", 1) for o in overrides if o.startswith(VERBATIM)):
             OmegaConf.update(from_line, key, value)
+        base = _over_protocol(OmegaConf.select(base, "protocol"), base, source)
+        if "protocol" in from_line:  # another protocol, or none: what the one before fixed goes
+            for section in SECTIONS:
+                base.pop(section, None)
+            base = OmegaConf.merge(base, _over_protocol(from_line.protocol, OmegaConf.create(), "command line"))
         for section in NAMED_SECTIONS:
             name = OmegaConf.select(from_line, f"{section}.name")
             if name is not None and name != OmegaConf.select(base, f"{section}.name"):
@@ -179,10 +181,28 @@ def _merged(base: DictConfig, overrides: Sequence[str], source: str) -> RunConfi
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     assert isinstance(settings, dict)
-    return parse_config(settings, source, {override.split("=", 1)[0] for override in overrides})
+    return parse_config(settings, source, kind, {override.split("=", 1)[0] for override in overrides})
 
 
-def parse_config(settings: dict[Any, Any], source: str, overridden: set[str] | None = None) -> RunConfig:
+def _over_protocol(protocol: Any, settings: DictConfig, source: str) -> DictConfig:
+    """The settings merged over those of the protocol; a sampler of another name replaces the protocol's wholly."""
+    if protocol is None:
+        return settings
+    try:
+        base = OmegaConf.create(read_protocol(str(protocol)))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    name = OmegaConf.select(settings, "sampler.name")
+    if name is not None and name != base.sampler.name:
+        base.pop("sampler")
+    merged = OmegaConf.merge(base, settings)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def parse_config(
+    settings: dict[Any, Any], source: str, kind: type[Config], overridden: set[str] | None = None
+) -> Config:
     """Validates plain settings; `source` and the overridden keys serve the error messages. See `load_config`."""
     version = settings.get("config_version", CONFIG_VERSION)
     if isinstance(version, int) and version > CONFIG_VERSION:
@@ -190,9 +210,9 @@ def parse_config(settings: dict[Any, Any], source: str, overridden: set[str] | N
             f"{source}: config_version {version} is newer than this vcagen reads ({CONFIG_VERSION}); update vcagen"
         )
     try:
-        return RunConfig.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(dict(e), source, overridden or set()) for e in error.errors()]
+        lines = [_explain(dict(e), source, kind, overridden or set()) for e in error.errors()]
         raise ValueError("\n".join(lines)) from error
 
 
@@ -201,9 +221,9 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def _explain(error: dict[str, Any], source: str, overridden: set[str]) -> str:
+def _explain(error: dict[str, Any], source: str, kind: type[BaseModel], overridden: set[str]) -> str:
     """One line for one pydantic error."""
-    keys, parent = _locate(error["loc"])
+    keys, parent = _locate(error["loc"], kind)
     key = ".".join(keys)
     is_override = any(given == key or given.startswith(f"{key}.") for given in overridden) and key
     where = f"command line: {key}" if is_override else f"{source}: {key}" if key else source
@@ -225,11 +245,11 @@ def _explain(error: dict[str, Any], source: str, overridden: set[str]) -> str:
     return f"{where}: {message}{given}"
 
 
-def _locate(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
+def _locate(location: Sequence[str | int], kind: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:
     """The keys of a pydantic location, without the tags of unions, and the model that the last one belongs to."""
     keys: list[str] = []
-    parent: type[BaseModel] = RunConfig
-    choices: list[type[BaseModel]] = [RunConfig]
+    parent: type[BaseModel] = kind
+    choices: list[type[BaseModel]] = [kind]
     for part in location:
         tagged = [c for c in choices if len(choices) > 1 and c.model_fields["name"].default == part]
         if tagged:

@@ -1,7 +1,8 @@
 """(seed, label) plan -> uint8 images, in any process count and batch size."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,19 @@ from pydantic import BaseModel
 from tqdm import tqdm
 
 from vcagen import interpolants
-from vcagen.autoencoder import IdentityAutoencoder, to_numpy
-from vcagen.checkpoint import (
-    WEIGHTS_FILE,
-    CheckpointState,
-    Weights,
-    load_model,
-    load_run_config,
-    load_state,
-    resolve_checkpoint,
-)
-from vcagen.config import RunConfig, override_sampling
+from vcagen.autoencoder import Autoencoder, KLAutoencoder, build_autoencoder, load_vae, to_numpy
+from vcagen.checkpoint import resolve_checkpoint
+from vcagen.config import override_sampling
 from vcagen.files import file_sha256
-from vcagen.guidance import GuidanceConfig, guided_model
+from vcagen.guidance import guided_model
 from vcagen.models.transformer import DiffusionTransformer
-from vcagen.objectives import DiffusionConfig, ObjectiveConfig
-from vcagen.samplers import SamplerConfig
-from vcagen.samplers.diffusion import DDIMConfig, DDPMConfig, sample_diffusion
-from vcagen.samplers.ode import EulerConfig, HeunConfig, sample_ode
-from vcagen.samplers.sde import EulerMaruyamaConfig, sample_sde
+from vcagen.objectives import DiffusionConfig
+from vcagen.pipeline_folder import VAE, Weights, load_transformer, read_index, weights_file
+from vcagen.samplers import DIFFUSION_SAMPLERS, SamplerConfig
+from vcagen.samplers.diffusion import sample_diffusion
+from vcagen.samplers.ode import Dopri5Config, ODEConfig, sample_ode
+from vcagen.samplers.sde import SDEConfig, sample_sde
+from vcagen.sampling_config import LabelMode, PipelineConfig, SamplingConfig, WeightsRecord
 from vcagen.seeds import normal, sample_generator
 
 
@@ -51,6 +46,14 @@ def plan_samples(labels: Sequence[int], seed: int, num_classes: int) -> list[Pla
     if wrong:
         raise ValueError(f"labels {wrong} do not exist; this model has classes 0 to {num_classes - 1}")
     return [PlannedSample(index=index, seed=seed, label=label) for index, label in enumerate(labels)]
+
+
+def plan_labels(num_samples: int, seed: int, num_classes: int, mode: LabelMode) -> list[int]:
+    """Labels of a set to score: `balanced` goes round the classes, `random` draws label i from (seed, i) alone."""
+    if mode == "balanced":
+        return [index % num_classes for index in range(num_samples)]
+    generators = (sample_generator(seed, "label", index) for index in range(num_samples))
+    return [int(torch.randint(num_classes, (), generator=generator)) for generator in generators]
 
 
 def parse_labels(text: str, class_names: Sequence[str]) -> list[int]:
@@ -85,45 +88,50 @@ def _parse_label(text: str, class_names: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ImageMaker:
-    """All that turns a plan into images.
+    """All that turns labels and generators into images.
 
     Attributes:
         model: in eval mode, on the device to use.
-        objective, sampler, guidance: how its output is read, integrated and guided.
-        autoencoder: latents to images.
+        config: how its output is read, guided, integrated and decoded.
+        autoencoder: latents to images; on the model's device.
+        model_calls: of each batch so far; a guided call, of twice the batch, counts once.
     """
 
     model: DiffusionTransformer
-    objective: ObjectiveConfig
-    sampler: SamplerConfig
-    guidance: GuidanceConfig
-    autoencoder: IdentityAutoencoder
+    config: SamplingConfig
+    autoencoder: Autoencoder
+    model_calls: list[int] = field(default_factory=list)
 
-    def latents(self, samples: Sequence[PlannedSample]) -> torch.Tensor:
-        """Latents (B, C, H, W), float32, of one batch; each sample's own generator draws its noise."""
-        settings = self.model.config
+    @torch.no_grad()
+    def latents(self, labels: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
+        """Latents (B, C, H, W), float32; each sample's own generator draws its start, then the sampler's noise."""
+        settings, config = self.model.config, self.config
         device = self.model.device
-        generators = [sample_generator(sample.seed, "sample", sample.index) for sample in samples]
-        shape = (len(samples), settings.in_channels, *settings.latent_size)
-        noise = normal(torch.empty(shape, device=device), generators)
-        labels = torch.tensor([sample.label for sample in samples], device=device)
+        noise = normal(
+            torch.empty((len(labels), settings.in_channels, *settings.latent_size), device=device), generators
+        )
         null_label = self.model.null_label if settings.has_null_label else None
-        model_fn = guided_model(self.model, labels, null_label, self.guidance)
-        if isinstance(self.objective, DiffusionConfig):
-            assert isinstance(self.sampler, DDPMConfig | DDIMConfig)
-            return sample_diffusion(model_fn, noise, generators, self.sampler, self.autoencoder.latent_range)
+        guided = guided_model(self.model, torch.tensor(labels, device=device), null_label, config.guidance)
+        self.model_calls.append(0)
 
-        path, prediction = self.objective.path, self.objective.prediction
+        def model_fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            self.model_calls[-1] += 1
+            return guided(x, t)
+
+        if isinstance(config.objective, DiffusionConfig):
+            assert isinstance(config.sampler, DIFFUSION_SAMPLERS)
+            return sample_diffusion(model_fn, noise, generators, config.sampler, self.autoencoder.latent_range)
+        path, prediction = config.objective.path, config.objective.prediction
 
         def velocity_fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             output = model_fn(x, t)[:, : settings.in_channels]  # a flow model's second half is unused
             return interpolants.velocity_from(prediction, interpolants.coefficients(path, t, x), output, x)
 
         interval = interpolants.time_interval(path, prediction, training=False)
-        if isinstance(self.sampler, EulerMaruyamaConfig):
-            return sample_sde(velocity_fn, noise, generators, path, interval, self.sampler)
-        assert isinstance(self.sampler, EulerConfig | HeunConfig)
-        return sample_ode(velocity_fn, noise, interval, self.sampler)
+        if isinstance(config.sampler, SDEConfig):
+            return sample_sde(velocity_fn, noise, generators, path, interval, config.sampler)
+        assert isinstance(config.sampler, ODEConfig)
+        return sample_ode(velocity_fn, noise, interval, config.sampler)
 
     @torch.no_grad()
     def images(
@@ -133,79 +141,138 @@ class ImageMaker:
         with tqdm(total=len(samples), desc="sampling", unit="image", disable=not progress, delay=2) as bar:
             for start in range(0, len(samples), batch_size):
                 batch = samples[start : start + batch_size]
-                images = to_numpy(self.autoencoder.decode(self.latents(batch)))
+                latents = self.latents(*labels_and_generators(batch))
+                images = to_numpy(self.autoencoder.decode(latents))
                 bar.update(len(batch))
                 yield from zip(batch, images, strict=True)
 
 
 @dataclass(frozen=True)
-class LoadedRun:
-    """A checkpoint made ready to sample from."""
+class LoadedModel:
+    """A pipeline or checkpoint folder made ready to sample from."""
 
     maker: ImageMaker
     checkpoint: Path
-    config: RunConfig
-    state: CheckpointState
-    protocol: dict[str, Any]
+    config: PipelineConfig
+    weights: Weights
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """In label order."""
-        return self.state.class_names
+        return self.config.class_names
 
     @property
     def folder(self) -> Path:
-        """The run folder; for a checkpoint that lies elsewhere, the checkpoint folder itself."""
+        """The run folder; for a model that lies elsewhere, its own folder."""
         has_parent = self.checkpoint.parent.name != ""
         checkpoint = self.checkpoint if has_parent else self.checkpoint.resolve()
         return checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
 
+    @property
+    def weights_record(self) -> WeightsRecord:
+        """What is known of the weights that were loaded."""
+        record = self.config.weights
+        return record if self.weights == "ema" else WeightsRecord(kind="raw", step=record.step)
+
+    @cached_property
+    def protocol(self) -> dict[str, Any]:
+        """How images come about, whole: what goes beside them and beside a score."""
+        config, weights = self.config, self.weights_record
+        clips = config.objective.name == "diffusion"
+        return {
+            "checkpoint": str(self.checkpoint),
+            "weights_sha256": file_sha256(weights_file(self.checkpoint, self.weights)),
+            "step": weights.step,
+            "weights": weights.kind,
+            "variant": config.variant,
+            "attention": self.maker.model.config.attention or {"name": "mhsa"},
+            "protocol": {"name": config.protocol, "modified": config.modified()},
+            "objective": config.objective.model_dump(mode="json"),
+            "sampler": config.sampler.model_dump(mode="json"),
+            "clip_range": self.maker.autoencoder.latent_range if clips else None,
+            "guidance": config.guidance.model_dump(mode="json"),
+            "autoencoder": config.autoencoder.model_dump(mode="json"),
+            "decoding": config.decoding.model_dump(mode="json"),
+        }
+
     def describe(self) -> str:
-        """Which weights of which checkpoint and how they are sampled, in a line; a warning if the EMA is young."""
-        sampler, guidance = self.maker.sampler, self.maker.guidance
-        line = (
-            f"{self.checkpoint}: {self.protocol['weights']} weights at step {self.state.step}, "
-            f"{self.config.model.variant} with {self.config.model.attention.name}; "
-            f"{sampler.name}, {sampler.num_steps} steps, guidance {guidance.scale:g}"
-        )
-        initial = self.state.ema_decay**self.state.ema_updates
-        if self.protocol["weights"] == "ema" and initial > 0.05:
-            line += (
-                f"\nwarning: the EMA is young, {initial:.0%} initial weights still; --weights model shows the raw ones"
+        """Which weights of which folder and how they are sampled, in a few lines, with warnings."""
+        config, weights = self.config, self.weights_record
+        attention = (self.maker.model.config.attention or {"name": "mhsa"})["name"]
+        step = "" if weights.step is None else f" at step {weights.step}"
+        lines = [
+            f"{self.checkpoint}: {weights.kind} weights{step}, {config.variant} with {attention}; "
+            f"{describe_sampler(config.sampler)}, guidance {config.guidance.scale:g}"
+        ]
+        if config.protocol:
+            modified = config.modified()
+            lines.append(f"protocol {config.protocol}" + (f", modified: {', '.join(modified)}" if modified else ""))
+        if weights.initial_share > 0.05:
+            lines.append(
+                f"warning: the EMA is young, {weights.initial_share:.0%} initial weights still; --weights raw shows "
+                "the raw ones"
             )
-        return line
+        if isinstance(config.sampler, Dopri5Config):
+            lines.append("note: dopri5 sizes its steps by the whole batch, so --batch-size changes images a little")
+        return "\n".join(lines)
 
 
-def load_run(
+def describe_sampler(sampler: SamplerConfig) -> str:
+    """Name and steps, or tolerances, of a sampler."""
+    if isinstance(sampler, Dopri5Config):
+        return f"dopri5, rtol {sampler.rtol:g}, atol {sampler.atol:g}"
+    return f"{sampler.name}, {sampler.num_steps} steps"
+
+
+def labels_and_generators(samples: Sequence[PlannedSample]) -> tuple[list[int], list[torch.Generator]]:
+    """The labels of planned samples, and each one's own generator."""
+    generators = [sample_generator(sample.seed, "sample", sample.index) for sample in samples]
+    return [sample.label for sample in samples], generators
+
+
+def load_model(
     path: Path, weights: Weights = "ema", overrides: Sequence[str] = (), device: str | None = None
-) -> LoadedRun:
-    """Loads a run folder (its newest checkpoint) or a checkpoint folder.
+) -> LoadedModel:
+    """Loads a run folder (its newest checkpoint), a checkpoint or a pipeline folder.
 
-    Objective, prediction type, path and latent space come from the checkpoint; sampler and guidance too, but for
-    `sampler.*` and `guidance.*` overrides. The device is the GPU, if there is one, unless given.
+    Objective, prediction type, path, autoencoder and class names come from the folder; sampling too, but for
+    `protocol`, `sampler.*`, `guidance.*` and `decoding.*` overrides. The device is the GPU, if there is one, unless
+    given.
 
     Raises:
         ValueError: what is there cannot be loaded, or cannot be sampled that way.
     """
     checkpoint = resolve_checkpoint(path)
-    config = override_sampling(load_run_config(checkpoint), overrides)
-    state = load_state(checkpoint)
-    autoencoder = IdentityAutoencoder()
-    model = load_model(checkpoint, weights).to(usable_device(device))
-    maker = ImageMaker(model, config.objective, config.sampler, config.guidance, autoencoder)
-    protocol = {
-        "checkpoint": str(checkpoint),
-        "weights_sha256": file_sha256(checkpoint / weights / WEIGHTS_FILE),
-        "step": state.step,
-        "weights": weights,
-        "variant": config.model.variant,
-        "attention": config.model.attention.model_dump(mode="json"),
-        "objective": config.objective.model_dump(mode="json"),
-        "sampler": config.sampler.model_dump(mode="json"),
-        "clip_range": autoencoder.latent_range if config.objective.name == "diffusion" else None,
-        "guidance": config.guidance.model_dump(mode="json"),
-    }
-    return LoadedRun(maker, checkpoint, config, state, protocol)
+    config = override_sampling(read_index(checkpoint), overrides)
+    target = usable_device(device)
+    model = load_transformer(checkpoint, weights)
+    vae = load_vae(str(checkpoint / VAE), str(checkpoint)) if (checkpoint / VAE).is_dir() else None
+    autoencoder = build_autoencoder(config.autoencoder, config.decoding, vae)
+    require_consistent(model, config, autoencoder, str(checkpoint))
+    return LoadedModel(ImageMaker(model.to(target), config, autoencoder.to(target)), checkpoint, config, weights)
+
+
+def require_consistent(
+    model: DiffusionTransformer, config: PipelineConfig, autoencoder: Autoencoder, source: str
+) -> None:
+    """Proves that model, settings and autoencoder belong together; a `ValueError` that names both sides if not."""
+    settings = model.config
+    if len(config.class_names) != settings.num_classes:
+        raise ValueError(
+            f"{source}: {len(config.class_names)} class names, but the model has {settings.num_classes} classes"
+        )
+    if config.guidance.scale != 1 and not settings.has_null_label:
+        raise ValueError(
+            f"{source}: guidance.scale={config.guidance.scale:g} needs a null label, but this model was trained "
+            "without label dropout and has none; use guidance.scale=1"
+        )
+    if config.objective.name == "diffusion" and not settings.learn_sigma:
+        raise ValueError(f"{source}: diffusion needs variance channels (learn_sigma), which this model has not")
+    if isinstance(autoencoder, KLAutoencoder) and autoencoder.vae.config.latent_channels != settings.in_channels:
+        raise ValueError(
+            f"{source}: the model works on latents of {settings.in_channels} channels, but the autoencoder has "
+            f"{autoencoder.vae.config.latent_channels}; give the one it was trained with"
+        )
 
 
 def usable_device(name: str | None) -> torch.device:

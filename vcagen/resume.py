@@ -1,22 +1,21 @@
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vcagen import checkpoint as checkpoints
 from vcagen.checkpoint import CheckpointState
-from vcagen.config import RunConfig
+from vcagen.config import SAMPLING_KEYS, RunConfig
 from vcagen.data import ImageData
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import OptimizerTensors
+from vcagen.pipeline_folder import load_weights
+from vcagen.sampling_config import flat
 
 # Keys that a resumed run may change; any other would make it another experiment.
 RESUMABLE_KEYS = (
     "run_dir",
     "data.root",
-    "sampler",
-    "guidance",
+    *SAMPLING_KEYS,
     "model.gradient_checkpointing",
     "train.max_steps",
     "train.gradient_accumulation_steps",
@@ -53,9 +52,9 @@ def resume(
             f"{checkpoint}: trained on other data (files were added, removed or renamed since); "
             "put them back, or choose another run_dir"
         )
-    checkpoints.load_weights(model, checkpoint, "model")
+    load_weights(model, checkpoint, "raw")
     assert isinstance(ema.module, DiffusionTransformer)
-    checkpoints.load_weights(ema.module, checkpoint, "ema")
+    load_weights(ema.module, checkpoint, "ema")
     ema.n_averaged.fill_(state.ema_updates + 1)
     moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
     return state
@@ -70,7 +69,7 @@ def _require_same_classes(now: tuple[str, ...], before: tuple[str, ...], checkpo
 
 
 def _require_same_settings(config: RunConfig, before: RunConfig, checkpoint: Path) -> None:
-    old, new = dict(_flat(before.model_dump())), dict(_flat(config.model_dump()))
+    old, new = dict(flat(before.model_dump())), dict(flat(config.model_dump()))
     allowed = set(RESUMABLE_KEYS)
     if config.train.schedule != "constant":
         allowed.remove("train.max_steps")  # it sets the learning rate of every step
@@ -89,11 +88,3 @@ def _require_same_settings(config: RunConfig, before: RunConfig, checkpoint: Pat
             f"{checkpoint}: this run was trained with other settings ({settings}{why}); "
             "put them back, or choose another run_dir"
         )
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -11,7 +11,7 @@ from accelerate.tracking import get_available_trackers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vcagen import checkpoint as checkpoints
-from vcagen.autoencoder import IdentityAutoencoder
+from vcagen.autoencoder import Autoencoder, build_autoencoder
 from vcagen.config import RunConfig, TrainConfig, dump_config
 from vcagen.data import ImageData, build_data
 from vcagen.files import locked, require_writable, write_text
@@ -37,7 +37,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     moments: OptimizerTensors
     objective: Objective
-    autoencoder: IdentityAutoencoder
+    autoencoder: Autoencoder
 
     @property
     def folder(self) -> Path:
@@ -64,7 +64,8 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     accelerator = _build_accelerator(config)
     micro_batch_size = _micro_batch_size(config.train, accelerator.num_processes)
     data = build_data(config.data)
-    raw_model = build_model(config, data)
+    autoencoder = build_autoencoder(config.autoencoder, config.decoding)
+    raw_model = build_model(config, data, autoencoder)
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
     ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
     optimizer = build_optimizer(raw_model, config.train)
@@ -95,7 +96,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     ema.to(accelerator.device)
     if accelerator.scaler is not None and scaler_state:
         accelerator.scaler.load_state_dict(scaler_state)
-    objective, autoencoder = build_objective(config.objective), IdentityAutoencoder()
+    objective = build_objective(config.objective)
     return (
         Run(
             config,
@@ -108,16 +109,16 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
             optimizer,
             moments,
             objective,
-            autoencoder,
+            autoencoder.to(accelerator.device),
         ),
         first_step,
     )
 
 
-def build_model(config: RunConfig, data: ImageData) -> DiffusionTransformer:
+def build_model(config: RunConfig, data: ImageData, autoencoder: Autoencoder) -> DiffusionTransformer:
     """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
     variant = parse_variant(config.model.variant)
-    channels, height, width = IdentityAutoencoder().latent_shape(data.image_shape)
+    channels, height, width = autoencoder.latent_shape(data.image_shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed_from(config.seed, "init"))
         model = DiffusionTransformer(

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from vcagen.files import require_writable, write_image, write_json
-from vcagen.generation import LoadedRun, PlannedSample
+from vcagen.generation import LoadedModel, PlannedSample
 
 RECORD_NAME = "samples.json"
 
@@ -35,7 +35,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: not valid JSON ({error}); delete the folder and sample again") from error
 
 
-def prepare_samples(run: LoadedRun, samples: Sequence[PlannedSample], folder: Path) -> None:
+def prepare_samples(model: LoadedModel, samples: Sequence[PlannedSample], folder: Path) -> None:
     """Makes the folder ready for `write_samples`: a new one, or one that holds a part of the same samples.
 
     Raises:
@@ -43,8 +43,8 @@ def prepare_samples(run: LoadedRun, samples: Sequence[PlannedSample], folder: Pa
     """
     require_writable(folder)
     record = {
-        "protocol": run.protocol,
-        "class_names": list(run.class_names),
+        "protocol": model.protocol,
+        "class_names": list(model.class_names),
         "samples": [sample.model_dump() for sample in samples],
     }
     before = read_record(folder)
@@ -57,11 +57,11 @@ def prepare_samples(run: LoadedRun, samples: Sequence[PlannedSample], folder: Pa
 
 
 def write_samples(
-    run: LoadedRun, samples: Sequence[PlannedSample], folder: Path, batch_size: int, rank: int, num_processes: int
+    model: LoadedModel, samples: Sequence[PlannedSample], folder: Path, batch_size: int, rank: int, num_processes: int
 ) -> None:
     """Samples what is missing of a prepared folder; a process takes every `num_processes`-th sample."""
     missing = [sample for sample in samples[rank::num_processes] if not image_path(folder, sample.index).exists()]
-    for sample, image in run.maker.images(missing, batch_size, progress=rank == 0):
+    for sample, image in model.maker.images(missing, batch_size, progress=rank == 0):
         write_image(image_path(folder, sample.index), image)
 
 
@@ -71,11 +71,13 @@ def read_samples(samples: Sequence[PlannedSample], folder: Path) -> np.ndarray:
     return images if images.ndim == 4 else images[..., None]
 
 
-def samples_folder(run: LoadedRun, samples: Sequence[PlannedSample]) -> Path:
+def samples_folder(model: LoadedModel, samples: Sequence[PlannedSample]) -> Path:
     """A folder in the run's own for these samples: other weights, protocol or plan are another folder."""
-    record = {"protocol": run.protocol, "samples": [sample.model_dump() for sample in samples]}
+    record = {"protocol": model.protocol, "samples": [sample.model_dump() for sample in samples]}
     digest = hashlib.sha256(json.dumps(_identity(record), sort_keys=True).encode()).hexdigest()[:8]
-    return run.folder / "samples" / f"step_{run.protocol['step']:07d}-{len(samples)}-{digest}"
+    step = model.weights_record.step
+    name = f"{len(samples)}-{digest}" if step is None else f"step_{step:07d}-{len(samples)}-{digest}"
+    return model.folder / "samples" / name
 
 
 def _identity(record: dict[str, Any]) -> dict[str, Any]:

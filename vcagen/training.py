@@ -212,7 +212,7 @@ def _inputs(
     if run.data.can_mirror:
         mirrored = uniform(generators, images.device) < 0.5
         images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-    latents = run.autoencoder.sample_latents(run.autoencoder.encode(images))
+    latents = run.autoencoder.sample_latents(run.autoencoder.encode(images), generators)
     if run.config.train.label_dropout:
         labels = drop_labels(labels, run.config.train.label_dropout, run.raw_model.null_label, generators)
     return latents, labels
@@ -253,7 +253,7 @@ def _write_preview(run: Run, step: int) -> None:
     rows = min(num_classes, 10)
     columns = max(1, config.train.preview_images // rows)
     labels = [label for label in range(rows) for _ in range(columns)]
-    maker = ImageMaker(run.ema_model.eval(), config.objective, config.sampler, config.guidance, run.autoencoder)
+    maker = ImageMaker(run.ema_model.eval(), config, run.autoencoder)
     samples = plan_samples(labels, config.seed, num_classes)
     images = np.stack([image for _, image in maker.images(samples, batch_size=64, progress=False)])
     folder = run.folder / "previews"

@@ -1,6 +1,6 @@
 """Solvers of the probability flow ODE dx = v(x, t) dt from noise (t = 0) to data (t = 1)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -76,7 +76,7 @@ def _sample_adaptively(
         return velocity
 
     times = torch.tensor(interval, dtype=torch.float64, device=noise.device)
-    options = {"max_num_steps": MAX_ADAPTIVE_STEPS}
+    options: dict[str, Any] = {"max_num_steps": MAX_ADAPTIVE_STEPS}
     if interval[1] < 1:
         # Something is infinite at t = 1, so a step must end before it. Otherwise the last step goes past t = 1 and
         # is interpolated back, as in the official code; ending it at 1 changes an image by 7e-4 of its range.

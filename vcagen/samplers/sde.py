@@ -42,13 +42,13 @@ class _SDEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     last_step_size: Annotated[float, Field(ge=1e-3, le=0.5)] = 0.04
 
 
-class EulerMaruyamaConfig(_SDEConfig):
+class EulerMaruyamaConfig(_SDEConfig, frozen=True):
     """Euler-Maruyama: one model call a step."""
 
     name: Literal["euler_maruyama"] = "euler_maruyama"
 
 
-class StochasticHeunConfig(_SDEConfig):
+class StochasticHeunConfig(_SDEConfig, frozen=True):
     """Heun on the drift, after the step's noise has been added: two model calls a step."""
 
     name: Literal["stochastic_heun"] = "stochastic_heun"
