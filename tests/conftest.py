@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 
 from vcagen.models.transformer import DiffusionTransformer
@@ -69,3 +70,18 @@ def inception_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         torch.save(FeatureExtractorInceptionV3("inception-v3-compat", ["2048"]).state_dict(), path)
     yield path
     path.unlink()
+
+
+def tiny_vae(**settings: object) -> AutoencoderKL:
+    """A real AutoencoderKL of random weights, with sd-vae's stride, latent channels and scale."""
+    torch.manual_seed(0)
+    shape = {
+        "block_out_channels": (8, 8, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "scaling_factor": 0.18215,
+    }
+    return AutoencoderKL(**(shape | settings)).eval()  # type: ignore[arg-type]

@@ -1,9 +1,20 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 
-from vcagen.autoencoder import IdentityAutoencoder, to_numpy
+from tests.conftest import tiny_vae
+from vcagen.autoencoder import (
+    DecodingConfig,
+    IdentityAutoencoder,
+    KLAutoencoder,
+    KLConfig,
+    build_autoencoder,
+    to_numpy,
+)
 from vcagen.files import write_grid, write_image
 
 
@@ -36,3 +47,81 @@ def test_nan_is_an_error_and_not_a_black_picture() -> None:
     latents[1, 0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"\[1\] .* not finite"):
         IdentityAutoencoder().decode(latents)
+
+
+def test_truncation_is_darker_than_rounding() -> None:
+    latents = torch.tensor([0.6 / 127.5 - 1, 100.4 / 127.5 - 1, 1.2]).reshape(3, 1, 1, 1)
+    assert IdentityAutoencoder("nearest").decode(latents).flatten().tolist() == [1, 100, 255]
+    assert IdentityAutoencoder("truncate").decode(latents).flatten().tolist() == [0, 100, 255]
+
+
+def pooling_vae(scale: float, shift: float) -> AutoencoderKL:
+    """An AutoencoderKL whose encoder takes 8x8 means of the three channels and whose decoder spreads them again."""
+    vae = tiny_vae(latent_channels=3, scaling_factor=scale, shift_factor=shift, use_quant_conv=False)
+    vae.register_to_config(use_post_quant_conv=False)
+    vae.quant_conv = vae.post_quant_conv = None
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dtype_marker = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            mean = torch.nn.functional.avg_pool2d(images, 8)
+            return torch.cat([mean, torch.full_like(mean, -30.0)], dim=1)  # log variance: no spread
+
+    vae.encoder = Encoder()
+    vae.decoder = torch.nn.Upsample(scale_factor=8)
+    return vae
+
+
+def test_scale_and_shift_come_from_the_autoencoder_and_are_undone() -> None:
+    vae = pooling_vae(scale=0.25, shift=1.5)
+    autoencoder = KLAutoencoder(vae, vae)
+    flat = torch.tensor([[0, 128, 255], [10, 20, 30]], dtype=torch.uint8)[:, :, None, None].expand(2, 3, 16, 24)
+    moments = autoencoder.encode(flat)
+    latents = autoencoder.sample_latents(moments, [torch.Generator(), torch.Generator()])
+    assert autoencoder.latent_shape((3, 16, 24)) == (3, 2, 3) == tuple(latents.shape[1:])
+    assert autoencoder.image_size((2, 3)) == (16, 24)
+    assert torch.allclose(latents[0, :, 0, 0], (torch.tensor([-1.0, 128 / 127.5 - 1, 1.0]) - 1.5) * 0.25)
+    assert torch.equal(autoencoder.decode(latents), flat)
+
+
+def test_each_generator_draws_its_own_posterior_sample() -> None:
+    vae = tiny_vae()
+    autoencoder = KLAutoencoder(vae, vae)
+    images = torch.randint(256, (1, 3, 16, 16), generator=torch.Generator().manual_seed(0)).byte().expand(2, -1, -1, -1)
+    moments = autoencoder.encode(images)
+
+    def draw(*seeds: int) -> torch.Tensor:
+        return autoencoder.sample_latents(moments[: len(seeds)], [torch.Generator().manual_seed(s) for s in seeds])
+
+    both = draw(1, 2)
+    assert torch.equal(both[:1], draw(1))
+    assert not torch.equal(both[0], both[1])
+    with torch.no_grad():
+        expected = vae.encode(images[:1].float() / 127.5 - 1).latent_dist
+    draws = torch.cat([draw(seed, seed + 1000) for seed in range(400)])
+    assert torch.allclose(draws.mean(0), 0.18215 * expected.mean[0], atol=0.03)
+    assert torch.allclose(draws.std(0), 0.18215 * expected.std[0], rtol=0.15)
+
+
+def test_images_an_autoencoder_cannot_take_are_refused() -> None:
+    autoencoder = KLAutoencoder(tiny_vae(), tiny_vae())
+    with pytest.raises(ValueError, match="images of 1 channels, but the autoencoder encodes 3"):
+        autoencoder.latent_shape((1, 16, 16))
+    with pytest.raises(ValueError, match="images of 12x16 pixels; the autoencoder needs multiples of 8"):
+        autoencoder.latent_shape((3, 12, 16))
+    vae = tiny_vae()
+    torch.nn.init.constant_(vae.encoder.conv_in.weight, float("inf"))
+    with pytest.raises(ValueError, match=r"moments of images \[0, 1\] .* not finite"):
+        KLAutoencoder(vae, vae).encode(torch.full((2, 3, 16, 16), 255, dtype=torch.uint8))
+
+
+def test_an_autoencoder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"autoencoder.source={tmp_path}: no AutoencoderKL can be loaded"):
+        build_autoencoder(KLConfig(source=str(tmp_path)), DecodingConfig())
+    tiny_vae().save_pretrained(tmp_path / "pipeline/vae")
+    built = build_autoencoder(KLConfig(source=str(tmp_path / "pipeline")), DecodingConfig())
+    assert isinstance(built, KLAutoencoder)

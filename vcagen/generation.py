@@ -1,5 +1,6 @@
 """(seed, label) plan -> uint8 images, in any process count and batch size."""
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,15 +67,21 @@ def parse_labels(text: str, class_names: Sequence[str]) -> list[int]:
     """
     if text == "all":
         return list(range(len(class_names)))
-    return [_parse_label(part.strip(), class_names) for part in text.split(",")]
+    return [class_id(part.strip(), class_names) for part in text.split(",")]
 
 
-def _parse_label(text: str, class_names: Sequence[str]) -> int:
+def class_id(text: str, class_names: Sequence[str]) -> int:
+    """The label that one id or name means. See `parse_labels`."""
     kind, _, value = text.partition(":") if text.startswith(("id:", "name:")) else ("", "", text)
-    by_name = class_names.index(value) if value in class_names and kind != "id" else None
+    named = [index for index, name in enumerate(class_names) if name == value and kind != "id"]
+    if len(named) > 1:
+        raise ValueError(f"label {text!r} is the name of classes {' and '.join(map(str, named))}; give the id")
+    by_name = named[0] if named else None
     by_id = int(value) if value.removeprefix("-").isdecimal() and kind != "name" else None
     if by_name is None and by_id is None:
+        close = difflib.get_close_matches(value, class_names, n=3)
         shown = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+        shown += f"; did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"label {text!r} is neither a class id nor a class name; the classes are {shown}")
     if by_name is not None and by_id is not None and by_name != by_id and by_id < len(class_names):
         raise ValueError(
@@ -116,7 +123,7 @@ class ImageMaker:
 
         def model_fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             self.model_calls[-1] += 1
-            return guided(x, t)
+            return guided(x.to(self.model.dtype), t).float()  # the state and the solver stay float32
 
         if isinstance(config.objective, DiffusionConfig):
             assert isinstance(config.sampler, DIFFUSION_SAMPLERS)
