@@ -22,6 +22,9 @@ NAMED_SECTIONS = ("data", "autoencoder", "model.attention", "objective", "sample
 # Overrides whose value is a path, and not YAML, where '#' would start a comment.
 VERBATIM = ("run_dir=", "data.root=", "autoencoder.source=", "train.init_from=")
 
+# What describes a pipeline's model, and is no setting.
+PIPELINE_TEXT = ("variant", "class_names", "weights", "provenance")
+
 # What may be changed when a trained model is sampled.
 SAMPLING_KEYS = ("protocol", *SECTIONS)
 
@@ -156,11 +159,21 @@ def override_sampling(config: PipelineConfig, overrides: Sequence[str]) -> Pipel
                 f"{override!r} cannot be changed here: only {', '.join(SAMPLING_KEYS)} can, the rest is fixed by the "
                 "checkpoint"
             )
-    base = OmegaConf.create(config.model_dump(mode="json"))
-    return _merged(base, overrides, "the checkpoint's model_index.json", PipelineConfig)
+    return complete_pipeline_config(config.model_dump(mode="json"), overrides, "the checkpoint's model_index.json")
 
 
-def _merged(base: DictConfig, overrides: Sequence[str], source: str, kind: type[Config]) -> Config:
+def complete_pipeline_config(settings: dict[str, Any], overrides: Sequence[str], source: str) -> PipelineConfig:
+    """The config of a pipeline from plain settings with `key=value` overrides; errors as `load_config`."""
+    # Class names and provenance are anyone's text, in which ${...} is not for OmegaConf.
+    text = {key: value for key, value in settings.items() if key in PIPELINE_TEXT}
+    base = OmegaConf.create({key: value for key, value in settings.items() if key not in PIPELINE_TEXT})
+    return _merged(base, overrides, source, PipelineConfig, text)
+
+
+def _merged(
+    base: DictConfig, overrides: Sequence[str], source: str, kind: type[Config], text: dict[str, Any] | None = None
+) -> Config:
+    """Base and overrides as a config; `text` joins them untouched."""
     for override in overrides:
         if "=" not in override or override.startswith(("-", "=")):
             raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
@@ -181,7 +194,7 @@ def _merged(base: DictConfig, overrides: Sequence[str], source: str, kind: type[
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     assert isinstance(settings, dict)
-    return parse_config(settings, source, kind, {override.split("=", 1)[0] for override in overrides})
+    return parse_config(settings | (text or {}), source, kind, {override.split("=", 1)[0] for override in overrides})
 
 
 def _over_protocol(protocol: Any, settings: DictConfig, source: str) -> DictConfig:

@@ -15,6 +15,7 @@ from vcagen.autoencoder import Autoencoder, build_autoencoder
 from vcagen.config import RunConfig, TrainConfig, dump_config
 from vcagen.data import ImageData, build_data
 from vcagen.files import locked, require_writable, write_text
+from vcagen.initial_weights import load_initial_weights
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.models.variants import parse_variant
 from vcagen.objectives import Objective, build_objective
@@ -66,6 +67,8 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     data = build_data(config.data)
     autoencoder = build_autoencoder(config.autoencoder, config.decoding)
     raw_model = build_model(config, data, autoencoder)
+    if config.train.init_from is not None and not checkpoints.list_checkpoints(folder):
+        load_initial_weights(raw_model, config, data.class_names)
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
     ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
     optimizer = build_optimizer(raw_model, config.train)

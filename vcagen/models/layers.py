@@ -26,10 +26,15 @@ def position_table(hidden_size: int, grid_size: tuple[int, int]) -> torch.Tensor
     return torch.cat([code(columns), code(rows)], dim=1).float()[None]
 
 
-def timestep_embedding(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
-    """[cos, sin] of timesteps (B,) at dim / 2 frequencies from 1 down to nearly 1 / 10000: (B, dim), float32."""
+def timestep_embedding(timesteps: torch.Tensor, dim: int, frequency_shift: int = 0) -> torch.Tensor:
+    """[cos, sin] of timesteps (B,) at dim / 2 frequencies from 1 down to nearly 1 / 10000: (B, dim), float32.
+
+    Frequency i is 10000^(-i / (dim / 2 - frequency_shift)).
+    """
     half = dim // 2
-    frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device) / half)
+    # The order of these operations is the official one: another moves the output by 1e-5 at timestep 999.
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=timesteps.device)
+    frequencies = torch.exp(exponents / (half - frequency_shift))
     angles = timesteps[:, None].float() * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
@@ -56,15 +61,16 @@ class TimestepEmbedder(nn.Module):
 
     frequency_dim = 256
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, frequency_shift: int) -> None:
         super().__init__()
+        self.frequency_shift = frequency_shift
         self.mlp = nn.Sequential(
             nn.Linear(self.frequency_dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
         )
 
     def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        frequencies = timestep_embedding(timesteps, self.frequency_dim)
+        frequencies = timestep_embedding(timesteps, self.frequency_dim, self.frequency_shift)
         return self.mlp(frequencies.to(next(self.mlp.parameters()).dtype))
 
 
@@ -105,11 +111,12 @@ class TransformerBlock(nn.Module):
         attention: AttentionConfig,
         grid_size: tuple[int, int],
         layer_index: int,
+        mlp_norm_eps: float,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.attn = build_attention(attention, hidden_size, num_heads, grid_size, layer_index)
-        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=mlp_norm_eps)
         self.mlp = Mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 

@@ -33,6 +33,9 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
         has_null_label: whether the label table has a row K for "no class", which guidance needs.
         learn_sigma: whether the output has 2 * in_channels; flow models leave the second half unused, as SiT does.
         attention: settings of an attention backend, such as `{"name": "vca"}`.
+        timestep_frequency_shift: 0 for DiT's and SiT's timestep frequencies, 1 for those of diffusers' DiT class,
+            which weights that it trained depend on.
+        mlp_norm_eps: of the norm before the MLP; diffusers' DiT class has 1e-5 by default.
 
     Raises:
         ValueError: sizes that do not fit each other, with both named.
@@ -56,6 +59,8 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
         has_null_label: bool = True,
         learn_sigma: bool = True,
         attention: dict[str, Any] | None = None,
+        timestep_frequency_shift: int = 0,
+        mlp_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         height, width = latent_size
@@ -73,11 +78,11 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
         attention_config = parse_attention(attention or {"name": "mhsa"})
 
         self.x_embedder = PatchEmbed(in_channels, hidden_size, patch_size)
-        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size, timestep_frequency_shift)
         self.y_embedder = LabelEmbedder(num_classes, has_null_label, hidden_size)
         self.pos_embed = nn.Parameter(position_table(hidden_size, self.grid_size), requires_grad=False)
         self.blocks = nn.ModuleList(
-            TransformerBlock(hidden_size, num_heads, mlp_ratio, attention_config, self.grid_size, index)
+            TransformerBlock(hidden_size, num_heads, mlp_ratio, attention_config, self.grid_size, index, mlp_norm_eps)
             for index in range(depth)
         )
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)

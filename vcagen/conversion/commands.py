@@ -1,0 +1,70 @@
+"""What the command line of conversion does."""
+
+import argparse
+import json
+from pathlib import Path
+
+from vcagen.conversion.export import write_diffusers, write_official, write_pipeline
+from vcagen.conversion.grafting import graft_attention, write_fine_tuning_config
+from vcagen.conversion.read import ConversionChoices, ConvertedModel, read_model
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Converts and prints what was found, assumed and written."""
+    names = None if arguments.class_names is None else read_class_names(arguments.class_names)
+    choices = ConversionChoices(
+        weights=arguments.weights,
+        family=arguments.family,
+        num_heads=arguments.num_heads,
+        trained_by=arguments.trained_by,
+        class_names=names,
+        overrides=tuple(arguments.overrides),
+    )
+    model = read_model(arguments.source, choices)
+    notes: list[str] = []
+    if arguments.to == "official":
+        write_official(model, arguments.target, str(arguments.source))
+    elif arguments.to == "diffusers":
+        notes = write_diffusers(model, arguments.target, str(arguments.source))
+    else:
+        write_pipeline(model, arguments.target, str(arguments.source))
+    print("\n".join([_describe(model), *model.notes, *notes, f"{arguments.target}: written"]))
+
+
+def graft(arguments: argparse.Namespace) -> None:
+    """Grafts and prints what was copied and what is new."""
+    choices = ConversionChoices(weights=arguments.weights, family=arguments.family, num_heads=arguments.num_heads)
+    model = read_model(arguments.source, choices)
+    grafted, report = graft_attention(
+        model, arguments.attention, arguments.overrides, arguments.seed, str(arguments.source)
+    )
+    write_pipeline(grafted, arguments.target, str(arguments.source))
+    config = write_fine_tuning_config(grafted, arguments.source, arguments.target)
+    print("\n".join([_describe(grafted), *model.notes, *report.lines()]))
+    print(f"{arguments.target}: written; fine-tune it with\n  python train.py {config}")
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Names in label order from a JSON list or a text file with a name a line; a `ValueError` for anything else."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); expected class names") from error
+    try:
+        names = json.loads(text)
+    except json.JSONDecodeError:
+        names = text.splitlines()
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{path}: expected a JSON list of names, or one name a line")
+    return tuple(names)
+
+
+def _describe(model: ConvertedModel) -> str:
+    settings = model.settings
+    channels, (height, width) = settings["in_channels"], settings["latent_size"]
+    num_parameters = sum(tensor.numel() for tensor in model.tensors.values())
+    null_label = "and a null label" if settings["has_null_label"] else "without null label"
+    return (
+        f"{model.config.variant}: {num_parameters:,} parameters, latents {channels} x {height} x {width}, "
+        f"{settings['num_classes']} classes {null_label}"
+    )
