@@ -75,7 +75,13 @@ def test_third_party_edges(path: Path) -> None:
             assert within(module_name(path), users), f"{module_name(path)} imports {library}"
 
 
-@pytest.mark.parametrize("command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"]])
+CONVERT = ["-m", "vcagen.conversion"]
+GRAFT = [*CONVERT, "graft"]
+
+
+@pytest.mark.parametrize(
+    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT]
+)
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     result = subprocess.run(
         [sys.executable, "-X", "importtime", *command, "--help"], cwd=ROOT, capture_output=True, text=True

@@ -93,7 +93,9 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     accelerator.print(
         f"data: {data.report}: {_class_table(data.class_names)}\n"
         f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
-        f"run folder: {folder}" + (f", going on from step {first_step}" if first_step else "")
+        f"run folder: {folder}"
+        + (f", going on from step {first_step}" if first_step else "")
+        + (f", starting from the weights of {config.train.init_from}" if config.train.init_from and not found else "")
     )
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)

@@ -38,8 +38,8 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trained-by",
         choices=["diffusers", "official"],
-        help="for weights in diffusers' names: compute as its class does (default), or as the official code does, which "
-        "differs by up to several percent",
+        help="for weights in diffusers' names: compute as its class does (default), or as the official code does; "
+        "outputs differ by up to several percent",
     )
     parser.add_argument("--class-names", type=Path, help="JSON list, or one name a line, in label order")
     parser.set_defaults(command="convert")

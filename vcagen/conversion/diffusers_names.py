@@ -30,6 +30,9 @@ EMBEDDERS = {
 }
 KINDS = ("weight", "bias")
 
+# In the config.json of a folder exported here: what diffusers' class does not know, and `load_diffusers` does.
+FREQUENCY_KEY = "timestep_frequency_shift"
+
 
 def to_diffusers(tensors: Tensors, depth: int) -> Tensors:
     """Official names to diffusers'; `pos_embed` goes, since diffusers computes it."""

@@ -11,15 +11,12 @@ from diffusers import DiTTransformer2DModel
 from safetensors.torch import save_file
 
 from vcagen.autoencoder import KLConfig, build_autoencoder
-from vcagen.conversion.diffusers_names import diffusers_config, to_diffusers
+from vcagen.conversion.diffusers_names import FREQUENCY_KEY, diffusers_config, to_diffusers
 from vcagen.conversion.read import ConvertedModel
 from vcagen.conversion.source import Tensors
 from vcagen.files import require_file_name, require_writable, written_aside
 from vcagen.models.layers import position_table
 from vcagen.pipeline_folder import TRANSFORMER, VAE, WEIGHTS_FILE, write_index
-
-# In the config.json of an exported folder: what diffusers' class does not know, and `load_diffusers` does.
-FREQUENCY_KEY = "timestep_frequency_shift"
 
 
 def write_pipeline(model: ConvertedModel, target: Path, source: str) -> None:

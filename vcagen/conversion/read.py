@@ -12,7 +12,7 @@ import torch
 from vcagen.autoencoder import IdentityConfig, KLConfig
 from vcagen.checkpoint import resolve_checkpoint
 from vcagen.config import complete_pipeline_config, override_sampling
-from vcagen.conversion.diffusers_names import from_diffusers
+from vcagen.conversion.diffusers_names import FREQUENCY_KEY, from_diffusers
 from vcagen.conversion.repa import drop_projectors, is_repa, reverse_time
 from vcagen.conversion.shapes import LABEL_TABLE, Reading, read_settings, variant_name
 from vcagen.conversion.source import Source, Tensors, read_source
@@ -128,15 +128,8 @@ def _read_theirs(source: Source, choices: ConversionChoices) -> ConvertedModel:
         reading = read_settings(tensors, num_heads, _num_classes(source.arguments), str(source.path))
     settings = reading.settings
     assumed += reading.assumed
-    if source.config is not None and choices.trained_by != "official":
-        settings["timestep_frequency_shift"] = 1
-        settings["mlp_norm_eps"] = float(source.config.get("norm_eps", 1e-5))
-        assumed.append(
-            "timestep frequencies and norms as diffusers' class computes them; weights that the official code trained "
-            "need --trained-by official"
-        )
-    elif source.config is not None:
-        assumed.append("timestep frequencies and norms of the official code, which diffusers' class does not compute")
+    if source.config is not None:
+        settings |= _arithmetic(source.config, choices.trained_by, notes, assumed)
     elif choices.trained_by is not None:
         raise ValueError(f"{source.path}: --trained-by is for weights in diffusers' names; leave it out")
     if is_repa(source.tensors):
@@ -240,6 +233,24 @@ def _read_diffusers(source: Source) -> tuple[Reading, Tensors]:
     side = int(config["sample_size"]) // int(config["patch_size"])
     tensors["pos_embed"] = position_table(width, (side, side))
     return read_settings(tensors, heads, int(config["num_embeds_ada_norm"]), str(source.path)), tensors
+
+
+def _arithmetic(config: dict[str, Any], trained_by: str | None, notes: list[str], assumed: list[str]) -> dict[str, Any]:
+    """Settings in which the official code and diffusers' class differ, for weights in diffusers' names."""
+    if trained_by == "official":
+        assumed.append("timestep frequencies and norms of the official code, which diffusers' class does not compute")
+        return {}
+    if trained_by is None and FREQUENCY_KEY in config:
+        notes.append(f"{FREQUENCY_KEY} {config[FREQUENCY_KEY]}, as the folder's config.json says")
+    else:
+        assumed.append(
+            "timestep frequencies and norms as diffusers' class computes them; weights that the official code trained "
+            "need --trained-by official"
+        )
+    return {
+        "timestep_frequency_shift": int(config.get(FREQUENCY_KEY, 1)) if trained_by is None else 1,
+        "mlp_norm_eps": float(config.get("norm_eps", 1e-5)),
+    }
 
 
 def default_class_names(num_classes: int, assumed: list[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,8 +127,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        named = [word for word in str(error).split() if "." in word and word.replace(".", "").isidentifier()]
-        what = f"objects of {named[0]}" if named else "objects other than tensors"
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"objects made by {named[1]}" if named else "objects other than tensors"
         raise ValueError(
             f"{path}: holds {what}, which only its own code could read; refused, because that would run whatever is "
             "in the file. Save its state dict alone, best as safetensors"
