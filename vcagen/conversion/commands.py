@@ -21,6 +21,7 @@ def convert(arguments: argparse.Namespace) -> None:
         overrides=tuple(arguments.overrides),
     )
     model = read_model(arguments.source, choices)
+    print("\n".join([_describe(model), *model.notes]), flush=True)  # before the seconds that writing takes
     notes: list[str] = []
     if arguments.to == "official":
         write_official(model, arguments.target, str(arguments.source))
@@ -28,7 +29,7 @@ def convert(arguments: argparse.Namespace) -> None:
         notes = write_diffusers(model, arguments.target, str(arguments.source))
     else:
         write_pipeline(model, arguments.target, str(arguments.source))
-    print("\n".join([_describe(model), *model.notes, *notes, f"{arguments.target}: written"]))
+    print("\n".join([*notes, f"{arguments.target}: written"]))
 
 
 def graft(arguments: argparse.Namespace) -> None:
