@@ -18,8 +18,9 @@ from fid.frechet import frechet_distance
 from fid.moments import FeatureMoments
 from vcagen.data.digits import Digits
 from vcagen.data.images import center_crop, check_images, decode_image, walk_images
+from vcagen.devices import usable_device
 from vcagen.files import require_file_name, write_json
-from vcagen.generation import LoadedModel, load_model, plan_labels, plan_samples, usable_device
+from vcagen.generation import LoadedModel, load_model, plan_labels, plan_samples
 from vcagen.pipeline_folder import is_pipeline_folder
 from vcagen.sample_folder import image_path, prepare_samples, read_record, samples_folder, write_samples
 

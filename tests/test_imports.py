@@ -25,11 +25,20 @@ ALLOWED = {
     "vcagen.models": {"vcagen.attention"},
     "vcagen.objectives": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
     "vcagen.samplers": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
-    "vcagen.data": {"vcagen.seeds"},
+    "vcagen.data": {"vcagen.seeds", "vcagen.autoencoder"},
+    "vcagen.data.latent_format": {"vcagen.autoencoder", "vcagen.files"},
+    "vcagen.data.latent_cache": {"vcagen.autoencoder", "vcagen.data"},
+    "vcagen.cache": {
+        *("vcagen.autoencoder", "vcagen.data.images", "vcagen.data.latent_format"),
+        *("vcagen.class_names", "vcagen.devices", "vcagen.files", "vcagen.commands"),
+    },
+    "vcagen.class_names": set(),
+    "vcagen.devices": set(),
 }
 THIRD_PARTY = {
     "torch_fidelity": ("fid",),
-    "accelerate": ("vcagen.run", "vcagen.metrics", "vcagen.signals", "sample"),
+    "accelerate": ("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
+    "datasets": ("vcagen.cache.sources",),
 }
 SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/*.py"), ROOT / "train.py", ROOT / "sample.py"]
 
@@ -77,10 +86,11 @@ def test_third_party_edges(path: Path) -> None:
 
 CONVERT = ["-m", "vcagen.conversion"]
 GRAFT = [*CONVERT, "graft"]
+BUILD = ["-m", "vcagen.cache", "build"]
 
 
 @pytest.mark.parametrize(
-    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT]
+    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD]
 )
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     result = subprocess.run(

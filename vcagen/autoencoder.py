@@ -1,5 +1,6 @@
 """Images <-> moments <-> latents: the only place that knows pixel range, rounding, scale and shift."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,6 +58,7 @@ class IdentityAutoencoder(nn.Module):
     """
 
     latent_range: float | None = 1.0
+    scale, shift = 1.0, 0.0
 
     def __init__(self, rounding: Rounding = "nearest") -> None:
         super().__init__()
@@ -70,6 +72,10 @@ class IdentityAutoencoder(nn.Module):
         """(H, W) of the images that latents of (H, W) decode to."""
         height, width = latent_size
         return height, width
+
+    def encoder_sha256(self) -> str:
+        """What identifies the encoder: there are no weights."""
+        return hashlib.sha256(b"identity").hexdigest()
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images uint8 (B, C, H, W) to moments (B, 2C, H, W), float32: mean, then standard deviation (here 0)."""
@@ -130,17 +136,23 @@ class KLAutoencoder(nn.Module):
         height, width = latent_size
         return height * self.stride, width * self.stride
 
+    def encoder_sha256(self) -> str:
+        """Hash of the encoder's weights, which alone decide the latents; sd-vae-ft-ema and -mse share theirs."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.vae.state_dict().items()):
+            if name.startswith(("encoder.", "quant_conv.")):
+                digest.update(f"{name} {list(tensor.shape)}".encode())
+                digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images uint8 (B, 3, H, W) to moments (B, 2C, h, w), float32: mean, then standard deviation; unscaled.
 
-        Raises:
-            ValueError: a moment is not finite.
+        A moment may be infinite or NaN where the autoencoder overflows; the caller knows which image that is.
         """
         posterior = self.vae.encode(_to_range(images).to(self.vae.dtype)).latent_dist
-        moments = torch.cat([posterior.mean, posterior.std], dim=1).float()
-        _require_finite(moments, "the autoencoder's moments of images")
-        return moments
+        return torch.cat([posterior.mean, posterior.std], dim=1).float()
 
     def sample_latents(self, moments: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
         """Moments (B, 2C, h, w) to latents (B, C, h, w): a draw from the posterior by each generator, scaled."""

@@ -71,7 +71,7 @@ def require_file_name(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, busy: str = "another process is training here; choose another run_dir") -> Iterator[None]:
     """Holds the folder for this process alone; the lock ends with the process, however it ends.
 
     Raises:
@@ -81,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"{folder}: another process is training here; choose another run_dir") from error
+            raise ValueError(f"{folder}: {busy}") from error
         yield
 
 

@@ -16,6 +16,7 @@ from vcagen import interpolants
 from vcagen.autoencoder import Autoencoder, KLAutoencoder, build_autoencoder, load_vae, to_numpy
 from vcagen.checkpoint import resolve_checkpoint
 from vcagen.config import override_sampling
+from vcagen.devices import usable_device
 from vcagen.files import file_sha256
 from vcagen.guidance import guided_model
 from vcagen.models.transformer import DiffusionTransformer
@@ -280,13 +281,3 @@ def require_consistent(
             f"{source}: the model works on latents of {settings.in_channels} channels, but the autoencoder has "
             f"{autoencoder.vae.config.latent_channels}; give the one it was trained with"
         )
-
-
-def usable_device(name: str | None) -> torch.device:
-    """The device called `name`, or the GPU if there is one; a `ValueError` if tensors cannot be kept there."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device

@@ -5,7 +5,7 @@ import torch
 from vcagen import checkpoint as checkpoints
 from vcagen.checkpoint import CheckpointState
 from vcagen.config import SAMPLING_KEYS, RunConfig
-from vcagen.data import ImageData
+from vcagen.data import TrainingData
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import OptimizerTensors
 from vcagen.pipeline_folder import load_weights
@@ -33,7 +33,7 @@ RESUMABLE_KEYS = (
 def resume(
     checkpoint: Path,
     config: RunConfig,
-    data: ImageData,
+    data: TrainingData,
     model: DiffusionTransformer,
     ema: torch.optim.swa_utils.AveragedModel,
     moments: OptimizerTensors,

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vcagen import checkpoint as checkpoints
 from vcagen.autoencoder import Autoencoder, build_autoencoder
 from vcagen.config import RunConfig, TrainConfig, dump_config
-from vcagen.data import ImageData, build_data
+from vcagen.data import LatentCache, TrainingData, build_data
 from vcagen.files import locked, require_writable, write_text
 from vcagen.initial_weights import load_initial_weights
 from vcagen.models.transformer import DiffusionTransformer
@@ -30,7 +30,7 @@ class Run:
 
     config: RunConfig
     accelerator: Accelerator
-    data: ImageData
+    data: TrainingData
     micro_batch_size: int  # samples per forward pass of one process
     raw_model: DiffusionTransformer
     model: torch.nn.Module  # raw_model, wrapped where there are several processes
@@ -66,6 +66,8 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     micro_batch_size = _micro_batch_size(config.train, accelerator.num_processes)
     data = build_data(config.data)
     autoencoder = build_autoencoder(config.autoencoder, config.decoding)
+    if isinstance(data, LatentCache):
+        data.require_autoencoder(config.autoencoder, autoencoder)
     raw_model = build_model(config, data, autoencoder)
     if config.train.init_from is not None and not checkpoints.list_checkpoints(folder):
         load_initial_weights(raw_model, config, data.class_names)
@@ -120,7 +122,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     )
 
 
-def build_model(config: RunConfig, data: ImageData, autoencoder: Autoencoder) -> DiffusionTransformer:
+def build_model(config: RunConfig, data: TrainingData, autoencoder: Autoencoder) -> DiffusionTransformer:
     """The run's model, initialised from its seed; a `ValueError` where sizes do not fit each other."""
     variant = parse_variant(config.model.variant)
     channels, height, width = autoencoder.latent_shape(data.image_shape)
@@ -160,7 +162,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
     )
 
 
-def _require_same_data(accelerator: Accelerator, data: ImageData) -> None:
+def _require_same_data(accelerator: Accelerator, data: TrainingData) -> None:
     fingerprint = torch.tensor([int(data.fingerprint[:15], 16)], device=accelerator.device)
     if len(accelerator.gather(fingerprint).unique()) > 1:
         raise ValueError("data: the processes see different files; give all of them the same folder")

@@ -21,7 +21,7 @@ from vcagen import checkpoint as checkpoints
 from vcagen.checkpoint import CheckpointState
 from vcagen.config import RunConfig, dump_config
 from vcagen.curves import plot_losses
-from vcagen.data import ImageData
+from vcagen.data import LatentCache, TrainingData
 from vcagen.data.order import TrainingOrder
 from vcagen.files import write_grid
 from vcagen.generation import ImageMaker, plan_samples
@@ -29,21 +29,40 @@ from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
 from vcagen.optimizer import learning_rate
 from vcagen.run import Run, prepare_run
-from vcagen.seeds import sample_generator, uniform
+from vcagen.seeds import sample_generator
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class TrainingImages(Dataset[tuple[torch.Tensor, int, int, int, int]]):
-    """(image uint8 (C, H, W), label, sample index, step, position) for the keys of `TrainingOrder`."""
+class TrainingSamples(Dataset[tuple[torch.Tensor, int, int, int, int]]):
+    """(image uint8 (C, H, W) or moments float16 (2C, h, w), label, sample index, step, position) by `TrainingOrder`.
 
-    def __init__(self, data: ImageData) -> None:
-        self.data = data
+    Whether the mirror image is taken is the first draw of the sample's own generator.
+    """
+
+    def __init__(self, data: TrainingData, seed: int) -> None:
+        self.data, self.seed = data, seed
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[torch.Tensor, int, int, int, int]:
         index, step, position = key
-        return torch.from_numpy(self.data.image(index)), self.data.label(index), index, step, position
+        mirrored = self.data.can_mirror and draw_mirror(training_generator(self.seed, step, position))
+        if isinstance(self.data, LatentCache):
+            item = self.data.moments(index, mirrored)
+        else:
+            image = self.data.image(index)
+            item = np.ascontiguousarray(image[..., ::-1]) if mirrored else image
+        return torch.from_numpy(item), self.data.label(index), index, step, position
+
+
+def training_generator(seed: int, step: int, position: int) -> torch.Generator:
+    """The generator of the sample at a position of a step: mirror, posterior, label drop, time and noise, in turn."""
+    return sample_generator(seed, "train", step, position)
+
+
+def draw_mirror(generator: torch.Generator) -> bool:
+    """Whether a sample is mirrored; one draw."""
+    return bool(torch.rand(1, generator=generator) < 0.5)
 
 
 def train(config: RunConfig) -> None:
@@ -157,7 +176,7 @@ def _batches(run: Run, first_step: int) -> Iterator[Batch]:
         max_steps=config.train.max_steps,
     )
     loader = DataLoader(
-        TrainingImages(run.data),
+        TrainingSamples(run.data, config.seed),
         batch_sampler=order,
         num_workers=config.train.num_workers,
         worker_init_fn=leave_signals_to_the_main_process,
@@ -178,11 +197,11 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
     bad_samples: list[int] = []
     losses: list[dict[str, torch.Tensor]] = []
     for remaining in reversed(range(config.gradient_accumulation_steps)):
-        images, labels, indices, steps, positions = next(batches)
+        items, labels, indices, steps, positions = next(batches)
         generators = [
-            sample_generator(run.config.seed, "train", int(s), int(p)) for s, p in zip(steps, positions, strict=True)
+            training_generator(run.config.seed, int(s), int(p)) for s, p in zip(steps, positions, strict=True)
         ]
-        latents, labels = _inputs(run, images, labels, generators)
+        latents, labels = _inputs(run, items, labels, generators)
         # Gradients are averaged over processes once, with the last micro-batch.
         with accelerator.no_sync(run.model) if remaining else contextlib.nullcontext():
             with accelerator.autocast():
@@ -205,14 +224,15 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
 
 
 def _inputs(
-    run: Run, images: torch.Tensor, labels: torch.Tensor, generators: Sequence[torch.Generator]
+    run: Run, items: torch.Tensor, labels: torch.Tensor, generators: Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images uint8 (B, C, H, W) and labels (B,) to latents (B, C, H, W) and labels with some dropped."""
-    images, labels = images.to(run.accelerator.device), labels.to(run.accelerator.device)
+    """Images uint8 or moments float16 (B, ...) and labels (B,) to latents (B, C, h, w) and labels with some dropped."""
+    items, labels = items.to(run.accelerator.device), labels.to(run.accelerator.device)
     if run.data.can_mirror:
-        mirrored = uniform(generators, images.device) < 0.5
-        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-    latents = run.autoencoder.sample_latents(run.autoencoder.encode(images), generators)
+        for generator in generators:
+            draw_mirror(generator)  # as when the item was read
+    moments = items.float() if isinstance(run.data, LatentCache) else run.autoencoder.encode(items)
+    latents = run.autoencoder.sample_latents(moments, generators)
     if run.config.train.label_dropout:
         labels = drop_labels(labels, run.config.train.label_dropout, run.raw_model.null_label, generators)
     return latents, labels

@@ -1,9 +1,8 @@
 """What the command line of conversion does."""
 
 import argparse
-import json
-from pathlib import Path
 
+from vcagen.class_names import read_class_names
 from vcagen.conversion.export import write_diffusers, write_official, write_pipeline
 from vcagen.conversion.grafting import graft_attention, write_fine_tuning_config
 from vcagen.conversion.read import ConversionChoices, ConvertedModel, read_model
@@ -43,21 +42,6 @@ def graft(arguments: argparse.Namespace) -> None:
     config = write_fine_tuning_config(grafted, arguments.source, arguments.target)
     print("\n".join([_describe(grafted), *model.notes, *report.lines()]))
     print(f"{arguments.target}: written; fine-tune it with\n  python train.py {config}")
-
-
-def read_class_names(path: Path) -> tuple[str, ...]:
-    """Names in label order from a JSON list or a text file with a name a line; a `ValueError` for anything else."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); expected class names") from error
-    try:
-        names = json.loads(text)
-    except json.JSONDecodeError:
-        names = text.splitlines()
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{path}: expected a JSON list of names, or one name a line")
-    return tuple(names)
 
 
 def _describe(model: ConvertedModel) -> str:

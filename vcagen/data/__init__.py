@@ -6,25 +6,30 @@ from pydantic import Field
 
 from vcagen.data.digits import Digits, DigitsConfig
 from vcagen.data.image_folder import FolderName, ImageFolder, ImageFolderConfig
+from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
 
-DataConfig = Annotated[DigitsConfig | ImageFolderConfig, Field(discriminator="name")]
+DataConfig = Annotated[DigitsConfig | ImageFolderConfig | LatentCacheConfig, Field(discriminator="name")]
 
 __all__ = [
     "DataConfig",
     "Digits",
     "DigitsConfig",
     "FolderName",
-    "ImageData",
     "ImageFolder",
     "ImageFolderConfig",
+    "LatentCache",
+    "LatentCacheConfig",
+    "TrainingData",
     "build_data",
 ]
 
-ImageData = Digits | ImageFolder
+TrainingData = Digits | ImageFolder | LatentCache
 
 
-def build_data(config: DataConfig) -> ImageData:
+def build_data(config: DataConfig) -> TrainingData:
     """The data set that a config describes; a `ValueError` that names the file or folder where it cannot be read."""
     if isinstance(config, DigitsConfig):
         return Digits()
+    if isinstance(config, LatentCacheConfig):
+        return LatentCache(config)
     return ImageFolder(config)

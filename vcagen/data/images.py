@@ -13,6 +13,7 @@ name starts with a dot are skipped; links are followed. How a file becomes RGB:
   what is white), and sizes that Pillow takes for a decompression bomb.
 """
 
+import io
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,7 +134,16 @@ def decode_image(path: Path) -> np.ndarray:
         ValueError: If the file cannot be decoded completely, in one line that starts with its path.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as image:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    return decode_bytes(content, str(path))
+
+
+def decode_bytes(content: bytes, name: str) -> np.ndarray:
+    """As `decode_image`, for a file's content; `name` starts the error line."""
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             image.load()
             turn = _TURN_OF_ORIENTATION.get(_orientation(image))
             rgb = _to_rgb(image)
@@ -142,7 +152,7 @@ def decode_image(path: Path) -> np.ndarray:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):  # its own message repeats the path and gives no reason
             reason = "empty, or not an image of a known format"
-        raise ValueError(f"{path}: {reason}") from error
+        raise ValueError(f"{name}: {reason}") from error
 
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:

@@ -1,0 +1,249 @@
+"""Where images with labels come from: class folders, tar shards, Hugging Face datasets. One interface, one order."""
+
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from vcagen.data.images import IMAGE_SUFFIXES, walk_class_folders
+
+SourceKind = Literal["folder", "tar", "datasets"]
+
+KEY_COLUMNS = ("key", "__key__", "file_name", "filename")
+LABEL_COLUMNS = ("label", "labels", "cls", "class")
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp")
+
+
+class Record(NamedTuple):
+    """An image of a source; records are ordered by label, then key, whatever they come from."""
+
+    label: int
+    key: str
+
+
+class ImageSource(Protocol):
+    """Images with labels.
+
+    Attributes:
+        records: in order; keys are unique.
+        class_names: in label order.
+        ignored: things that lie there and are not images, for the report.
+    """
+
+    records: list[Record]
+    class_names: tuple[str, ...]
+    ignored: int
+
+    def read(self, position: int) -> bytes:
+        """The image file's bytes at a position of `records`; a `ValueError` or `OSError` where it cannot be read."""
+
+
+class FolderSource:
+    """One folder per class; the key is the path below the root."""
+
+    def __init__(self, root: Path) -> None:
+        tree = walk_class_folders(root)
+        self.root = root
+        self.class_names = tree.class_names
+        self.records = sorted(Record(f.label, f.path.relative_to(root).as_posix()) for f in tree.files)
+        self.ignored = len(tree.ignored)
+
+    def read(self, position: int) -> bytes:
+        """See `ImageSource`."""
+        return (self.root / self.records[position].key).read_bytes()
+
+
+@dataclass(frozen=True)
+class _Member:
+    path: Path
+    offset: int
+    size: int
+
+
+class TarSource:
+    """WebDataset shards: `NAME.jpg` (or another image suffix) with `NAME.cls`, a number; the key is the image's name.
+
+    Args:
+        paths: uncompressed tar files.
+        class_names: in label order; None numbers the classes.
+
+    Raises:
+        ValueError: no images, an image without label or a label without image, a key twice, or a label beyond the
+            class names.
+    """
+
+    def __init__(self, paths: Sequence[Path], class_names: tuple[str, ...] | None) -> None:
+        members: dict[str, _Member] = {}
+        image_names: dict[str, str] = {}
+        labels: dict[str, int] = {}
+        self.ignored = 0
+        for path in paths:
+            for name, member, content in _scan_tar(path):
+                folder, _, base = name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                sample = f"{folder}/{stem}"
+                if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    if sample in image_names:
+                        raise ValueError(f"{path}: two images for {sample.removeprefix('/')}; keys must be unique")
+                    image_names[sample], members[name] = name, member
+                elif suffix == "cls":
+                    labels[sample] = _label(content, f"{path}: {name}")
+                else:
+                    self.ignored += 1
+        _require_pairs(image_names.keys(), labels.keys(), str(paths[0].parent))
+        self.records = sorted(Record(labels[sample], name) for sample, name in image_names.items())
+        self.members = members
+        self.class_names = _names_for(self.records, class_names, str(paths[0].parent))
+
+    def read(self, position: int) -> bytes:
+        """See `ImageSource`."""
+        member = self.members[self.records[position].key]
+        with member.path.open("rb") as file:
+            file.seek(member.offset)
+            return file.read(member.size)
+
+
+class DatasetsSource:
+    """A Hugging Face data set: saved to disk, parquet files, or a hub id.
+
+    The key is a column named key, __key__, file_name or filename, else the row's number.
+
+    Raises:
+        ValueError: `datasets` is not installed, nothing can be loaded, a column is missing, or a key comes twice.
+    """
+
+    def __init__(self, name: str, split: str, class_names: tuple[str, ...] | None) -> None:
+        self.dataset = _load_dataset(name, split)
+        columns = self.dataset.column_names
+        image = next((column for column in IMAGE_COLUMNS if column in columns), None)
+        label = next((column for column in LABEL_COLUMNS if column in columns), None)
+        if image is None or label is None:
+            raise ValueError(
+                f"{name}: columns are {', '.join(columns)}; expected one of {', '.join(IMAGE_COLUMNS)} and one of "
+                f"{', '.join(LABEL_COLUMNS)}"
+            )
+        import datasets
+
+        if isinstance(self.dataset.features[image], datasets.Image):
+            self.dataset = self.dataset.cast_column(image, datasets.Image(decode=False))
+        self.image = image
+        feature = self.dataset.features[label]
+        names = class_names or (tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None)
+        labels = [int(value) for value in self.dataset[label]]
+        keys = self._keys(columns)
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"{name}: a key comes twice; keys must be unique")
+        rows = sorted(range(len(keys)), key=lambda row: (labels[row], keys[row]))
+        self.rows = rows
+        self.records = [Record(labels[row], keys[row]) for row in rows]
+        self.class_names = _names_for(self.records, names, name)
+        self.ignored = 0
+
+    def _keys(self, columns: list[str]) -> list[str]:
+        column = next((column for column in KEY_COLUMNS if column in columns), None)
+        if column is not None:
+            return [str(value) for value in self.dataset[column]]
+        return [f"{row:08d}" for row in range(len(self.dataset))]
+
+    def read(self, position: int) -> bytes:
+        """See `ImageSource`."""
+        value: Any = self.dataset[self.rows[position]][self.image]
+        if isinstance(value, bytes):
+            return value
+        content = value.get("bytes")
+        return content if content is not None else Path(value["path"]).read_bytes()
+
+
+def open_source(
+    name: str, kind: SourceKind | None = None, split: str = "train", class_names: tuple[str, ...] | None = None
+) -> ImageSource:
+    """Opens a source.
+
+    Args:
+        name: a folder of class folders, a folder of tar or parquet files, one such file, or a hub id.
+        kind: what it is; None looks.
+        split: of a Hugging Face data set.
+        class_names: in label order, where the source has none of its own.
+
+    Raises:
+        ValueError: it is nothing of that kind, or class names were given for class folders, which have their own.
+    """
+    path = Path(name)
+    tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar")) if path.is_dir() else []
+    if kind is None:
+        is_dataset = not path.exists() or path.suffix == ".parquet" or (path.is_dir() and _has_dataset(path))
+        kind = "tar" if tars else "datasets" if is_dataset else "folder"
+    if kind == "tar":
+        if not tars or not all(tar.is_file() for tar in tars):
+            raise ValueError(f"{name}: no .tar files there")
+        return TarSource(tars, class_names)
+    if kind == "datasets":
+        return DatasetsSource(name, split, class_names)
+    if class_names is not None:
+        raise ValueError(f"{name}: class folders are named by themselves; leave out --class-names")
+    return FolderSource(path)
+
+
+def _has_dataset(folder: Path) -> bool:
+    return (folder / "dataset_info.json").is_file() or any(folder.glob("*.parquet")) or any(folder.glob("*.arrow"))
+
+
+def _load_dataset(name: str, split: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{name}: reading it needs the package datasets; pip install 'vcagen[datasets]'") from error
+    path = Path(name)
+    try:
+        if (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(name)
+        files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+        if files:
+            return datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
+        return datasets.load_dataset(name, split=split)
+    except Exception as error:  # its own kinds of error are many
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{name}: neither a folder nor a data set that can be loaded ({reason})") from error
+
+
+def _scan_tar(path: Path) -> Any:
+    """(name, place, content of .cls files) of every visible file in a tar."""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for info in archive:
+                name = re.sub(r"^(\./)+", "", info.name)
+                if not info.isfile() or any(part.startswith(".") for part in name.split("/")):
+                    continue
+                member = archive.extractfile(info) if name.endswith(".cls") else None
+                yield name, _Member(path, info.offset_data, info.size), member.read() if member else b""
+    except (tarfile.TarError, OSError) as error:
+        raise ValueError(f"{path}: not a whole, uncompressed tar file ({error})") from error
+
+
+def _label(content: bytes, name: str) -> int:
+    text = content.decode("ascii", "replace").strip()
+    if not text.isdecimal():
+        raise ValueError(f"{name}: expected a class number, found {text[:20]!r}")
+    return int(text)
+
+
+def _require_pairs(images: Any, labels: Any, source: str) -> None:
+    for one, other, what in [(images, labels, "no .cls for"), (labels, images, "no image for")]:
+        lone = sorted(set(one) - set(other))
+        if lone:
+            more = f" and {len(lone) - 1} more" if len(lone) > 1 else ""
+            raise ValueError(f"{source}: {what} {lone[0].removeprefix('/')}{more}")
+    if not images:
+        raise ValueError(f"{source}: no images in it")
+
+
+def _names_for(records: Sequence[Record], names: tuple[str, ...] | None, source: str) -> tuple[str, ...]:
+    if not records:
+        raise ValueError(f"{source}: no images in it")
+    lowest, highest = min(record.label for record in records), max(record.label for record in records)
+    if lowest < 0 or (names is not None and highest >= len(names)):
+        many = "no names" if names is None else f"{len(names)} class names"
+        raise ValueError(f"{source}: labels from {lowest} to {highest}, but there are {many}; labels start at 0")
+    return names or tuple(str(label) for label in range(highest + 1))
