@@ -85,3 +85,23 @@ def tiny_vae(**settings: object) -> AutoencoderKL:
         "scaling_factor": 0.18215,
     }
     return AutoencoderKL(**(shape | settings)).eval()  # type: ignore[arg-type]
+
+
+def pooling_vae(scale: float, shift: float) -> AutoencoderKL:
+    """An AutoencoderKL whose encoder takes 8x8 means of the three channels and whose decoder spreads them again."""
+    vae = tiny_vae(latent_channels=3, scaling_factor=scale, shift_factor=shift, use_quant_conv=False)
+    vae.register_to_config(use_post_quant_conv=False)
+    vae.quant_conv = vae.post_quant_conv = None
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dtype_marker = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            mean = torch.nn.functional.avg_pool2d(images, 8)
+            return torch.cat([mean, torch.full_like(mean, -30.0)], dim=1)  # log variance: no spread
+
+    vae.encoder = Encoder()
+    vae.decoder = torch.nn.Upsample(scale_factor=8)
+    return vae

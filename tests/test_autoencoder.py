@@ -3,10 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from PIL import Image
 
-from tests.conftest import tiny_vae
+from tests.conftest import pooling_vae, tiny_vae
 from vcagen.autoencoder import (
     DecodingConfig,
     IdentityAutoencoder,
@@ -53,26 +52,6 @@ def test_truncation_is_darker_than_rounding() -> None:
     latents = torch.tensor([0.6 / 127.5 - 1, 100.4 / 127.5 - 1, 1.2]).reshape(3, 1, 1, 1)
     assert IdentityAutoencoder("nearest").decode(latents).flatten().tolist() == [1, 100, 255]
     assert IdentityAutoencoder("truncate").decode(latents).flatten().tolist() == [0, 100, 255]
-
-
-def pooling_vae(scale: float, shift: float) -> AutoencoderKL:
-    """An AutoencoderKL whose encoder takes 8x8 means of the three channels and whose decoder spreads them again."""
-    vae = tiny_vae(latent_channels=3, scaling_factor=scale, shift_factor=shift, use_quant_conv=False)
-    vae.register_to_config(use_post_quant_conv=False)
-    vae.quant_conv = vae.post_quant_conv = None
-
-    class Encoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dtype_marker = torch.nn.Parameter(torch.zeros(1))
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            mean = torch.nn.functional.avg_pool2d(images, 8)
-            return torch.cat([mean, torch.full_like(mean, -30.0)], dim=1)  # log variance: no spread
-
-    vae.encoder = Encoder()
-    vae.decoder = torch.nn.Upsample(scale_factor=8)
-    return vae
 
 
 def test_scale_and_shift_come_from_the_autoencoder_and_are_undone() -> None:

@@ -1,0 +1,82 @@
+import tarfile
+from pathlib import Path
+
+import datasets
+import pytest
+
+from tests.cache.helpers import add, write_parquet, write_tars, write_tree
+from vcagen.cache.sources import open_source
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tree(tmp_path_factory.mktemp("tree") / "images", num_classes=12, images=2)
+
+
+def test_every_kind_gives_the_same_records_and_bytes(tree: Path, tmp_path: Path) -> None:
+    folder = open_source(str(tree))
+    tars = open_source(str(write_tars(tree, tmp_path / "tars")))
+    parquet = open_source(str(write_parquet(tree, tmp_path / "parquet")))
+    saved = datasets.load_dataset("parquet", data_files=str(tmp_path / "parquet/train.parquet"), split="train")
+    saved.save_to_disk(tmp_path / "saved")
+    arrow = open_source(str(tmp_path / "saved"))
+    assert folder.records[0] == (0, "0/0.png")
+    assert [record.label for record in folder.records] == sorted(record.label for record in folder.records)
+    for other in (tars, parquet, arrow):
+        assert other.records == folder.records
+        assert other.class_names == folder.class_names
+        for position in (0, 13, 23):
+            assert other.read(position) == folder.read(position)
+
+
+def tar_of(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            add(archive, name, content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.png": b"x"}, r"no .cls for a"),
+        ({"a.png": b"x", "a.cls": b"0", "b.cls": b"1"}, r"no image for b"),
+        ({"a.png": b"x", "a.jpg": b"x", "a.cls": b"0"}, r"two images for a; keys must be unique"),
+        ({"a.png": b"x", "a.cls": b"cat"}, r"a.cls: expected a class number, found 'cat'"),
+        ({"a.txt": b"x"}, r"no images in it"),
+    ],
+)
+def test_tars_that_do_not_pair_are_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(str(tar_of(tmp_path / "a.tar", files)))
+
+
+def test_a_cut_tar_is_named(tmp_path: Path) -> None:
+    path = tar_of(tmp_path / "a.tar", {"a.png": b"x" * 5000, "a.cls": b"0"})
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(ValueError, match=r"a.tar: not a whole, uncompressed tar file|no .cls for a"):
+        open_source(str(path))
+    path.write_bytes(b"not a tar" * 100)
+    with pytest.raises(ValueError, match=r"a.tar: not a whole, uncompressed tar file"):
+        open_source(str(path))
+
+
+def test_hidden_and_other_files_in_tars_are_ignored(tmp_path: Path) -> None:
+    files = {"./x/a.JPEG": b"x", "./x/a.cls": b"1\n", "./x/.hidden.png": b"x", "x/a.json": b"{}"}
+    source = open_source(str(tar_of(tmp_path / "a.tar", files)), class_names=("cat", "dog"))
+    assert source.records == [(1, "x/a.JPEG")]
+    assert (source.class_names, source.ignored, source.read(0)) == (("cat", "dog"), 1, b"x")
+    with pytest.raises(ValueError, match="labels from 1 to 1, but there are 1 class names"):
+        open_source(str(tmp_path / "a.tar"), class_names=("cat",))
+
+
+def test_sources_that_are_none(tmp_path: Path, tree: Path) -> None:
+    with pytest.raises(ValueError, match="neither a folder nor a data set that can be loaded"):
+        open_source(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"no .tar files there"):
+        open_source(str(tree), "tar")
+    with pytest.raises(ValueError, match="leave out --class-names"):
+        open_source(str(tree), class_names=("a",))
+    datasets.Dataset.from_dict({"picture": [1], "label": [0]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"columns are picture, label; expected one of image, .* and one of label"):
+        open_source(str(tmp_path / "a.parquet"))
