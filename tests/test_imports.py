@@ -87,10 +87,11 @@ def test_third_party_edges(path: Path) -> None:
 CONVERT = ["-m", "vcagen.conversion"]
 GRAFT = [*CONVERT, "graft"]
 BUILD = ["-m", "vcagen.cache", "build"]
+MEASURE = ["-m", "vcagen.benchmark", "data"]
 
 
 @pytest.mark.parametrize(
-    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD]
+    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD, MEASURE]
 )
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     result = subprocess.run(

@@ -62,7 +62,7 @@ def training_generator(seed: int, step: int, position: int) -> torch.Generator:
 
 def draw_mirror(generator: torch.Generator) -> bool:
     """Whether a sample is mirrored; one draw."""
-    return bool(torch.rand(1, generator=generator) < 0.5)
+    return torch.rand(1, generator=generator).item() < 0.5
 
 
 def train(config: RunConfig) -> None:

@@ -1,0 +1,45 @@
+"""Measurements on this machine: python -m vcagen.benchmark data."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from vcagen.commands import exit_code
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m vcagen.benchmark", description="Measure speed on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    data = commands.add_parser(
+        "data",
+        help="reading and building latent caches",
+        description="Latents read per second, against one .npy file per image read in the same run; images encoded per "
+        "second; the share of a training step that waits for data. Everything is made in a temporary folder.",
+    )
+    data.add_argument("--num-latents", type=int, default=4096, help="latents 4x32x32 in the cache that is read")
+    data.add_argument("--rounds", type=int, default=7, help="interleaved repetitions; medians are printed")
+    data.add_argument("--num-images", type=int, default=128, help="JPEGs of 500x375 to encode")
+    data.add_argument("--image-size", type=int, default=256, help="side that they are cropped to")
+    data.add_argument("--autoencoder", help="hub id or folder to encode with (default: a tiny one of random weights)")
+    data.add_argument("--steps", type=int, default=2, help="training steps of SiT-S/2 at batch 32; 0 leaves them out")
+    data.add_argument("--memory", action="store_true", help="also build caches of 1,000 and 100,000 small images")
+    data.add_argument("--json", type=Path, help="write the result here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line; 130 Ctrl-C."""
+    arguments = parse_arguments()
+
+    def run() -> None:
+        # Imported here, so that --help does not wait for torch.
+        from vcagen.benchmark.data import benchmark_data
+
+        benchmark_data(arguments)
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""How fast latents are read and caches are built."""
+
+import argparse
+import io
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch.utils.data import default_collate
+from tqdm import tqdm
+
+from vcagen.autoencoder import Autoencoder, IdentityAutoencoder, IdentityConfig, KLAutoencoder, KLConfig, load_vae
+from vcagen.cache.sources import Record
+from vcagen.cache.writer import EncodedImages, build_cache, prepare_cache
+from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
+from vcagen.data.latent_format import MANIFEST_FILE, Manifest, Plan, listing_sha256, shard_path, write_shard
+from vcagen.files import write_json
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.objectives import FlowConfig, build_objective
+from vcagen.training import TrainingSamples, draw_mirror, training_generator
+
+BATCH = 256
+LATENT_SHAPE = (4, 32, 32)
+NUM_CLASSES = 1000
+
+
+class GeneratedImages:
+    """A source of JPEGs that exist in memory alone: smooth colour with noise, as large in bytes as photographs are."""
+
+    ignored = 0
+
+    def __init__(self, num_images: int, size: tuple[int, int]) -> None:
+        self.records = [Record(0, f"{number:08d}.jpg") for number in range(num_images)]
+        self.class_names: tuple[str, ...] = ("all",)
+        generator = np.random.default_rng(0)
+        coarse = generator.integers(0, 256, (8, 6, 3), dtype=np.uint8)
+        picture = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)).astype(np.int16)
+        noisy = np.clip(picture + generator.normal(0, 12, picture.shape), 0, 255).astype(np.uint8)
+        content = io.BytesIO()
+        Image.fromarray(noisy).save(content, "JPEG", quality=90)
+        self.content = content.getvalue()
+
+    def read(self, position: int) -> bytes:
+        """See `ImageSource`."""
+        return self.content
+
+
+def benchmark_data(arguments: argparse.Namespace) -> None:
+    """Measures, prints a table, and writes JSON if asked. See `python -m vcagen.benchmark data --help`."""
+    with tempfile.TemporaryDirectory(prefix="vcagen-benchmark-") as name:
+        folder = Path(name)
+        result: dict[str, Any] = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+            **_reading(folder, arguments.num_latents, arguments.rounds),
+            **_building(folder / "built", arguments.num_images, arguments.image_size, arguments.autoencoder),
+        }
+        if arguments.steps:
+            result |= _waiting(folder / "cache", arguments.steps)
+        if arguments.memory:
+            result |= _memory(folder)
+    for key, value in result.items():
+        print(f"{key:48} {value:,.3f}" if isinstance(value, float) else f"{key:48} {value}")
+    if arguments.json:
+        write_json(arguments.json, result)
+
+
+def _plan(source: Any, autoencoder: Autoencoder, image_size: int, latent_shape: tuple[int, int, int]) -> Plan:
+    return Plan(
+        autoencoder=KLConfig(source="benchmark") if isinstance(autoencoder, KLAutoencoder) else IdentityConfig(),
+        encoder_sha256=autoencoder.encoder_sha256(),
+        scale=autoencoder.scale,
+        shift=autoencoder.shift,
+        precision="fp32",
+        image_size=image_size,
+        image_shape=(3, image_size, image_size),
+        latent_shape=latent_shape,
+        mirrored=True,
+        shard_size=1024,
+        num_records=len(source.records),
+        listing_sha256=listing_sha256(source.records),
+        class_names=source.class_names,
+    )
+
+
+def _random_cache(cache: Path, num_latents: int) -> None:
+    """A cache of random moments, and the same as one .npy per image with a label file, as the peers keep them."""
+    generator = torch.Generator().manual_seed(0)
+    channels, height, width = LATENT_SHAPE
+    records = [Record(number % NUM_CLASSES, f"{number:08d}") for number in range(num_latents)]
+    shards = []
+    (cache / "shards").mkdir(parents=True)
+    (cache / "npy").mkdir()
+    for number, start in enumerate(range(0, num_latents, 1024)):
+        part = records[start : start + 1024]
+        moments, mirrored = (
+            torch.randn(len(part), 2 * channels, height, width, generator=generator).half().abs() for _ in range(2)
+        )
+        shards.append(write_shard(shard_path(cache, number), moments, mirrored, part))
+        for row, record in enumerate(part):
+            np.save(cache / f"npy/{record.key}.npy", moments[row].float().numpy())
+            np.save(cache / f"npy/{record.key}.label.npy", np.array(record.label))
+    source = argparse.Namespace(records=records, class_names=tuple(map(str, range(NUM_CLASSES))))
+    plan = _plan(source, IdentityAutoencoder(), 32, LATENT_SHAPE)
+    manifest = Manifest(
+        plan=plan, shards=tuple(shards), count=num_latents, skipped={}, latent_mean=(0.0,) * 4, latent_std=(1.0,) * 4
+    )
+    write_json(cache / MANIFEST_FILE, manifest.model_dump(mode="json"))
+
+
+def _reading(folder: Path, num_latents: int, rounds: int) -> dict[str, Any]:
+    """Latents per second on one core, moments to latent included, against .npy files."""
+    torch.set_num_threads(1)
+    cache = folder / "cache"
+    _random_cache(cache, num_latents)
+    data = LatentCache(LatentCacheConfig(root=str(cache)))
+    samples = TrainingSamples(data, seed=0)
+    autoencoder = _ScaledDraw()
+    order = np.random.default_rng(0).permutation(num_latents - num_latents % BATCH).reshape(-1, BATCH)
+
+    def ours() -> None:
+        for step, batch in enumerate(order):
+            items = default_collate([samples[(int(index), step, row)] for row, index in enumerate(batch)])
+            moments, _, _, steps, positions = items
+            generators = [training_generator(0, int(s), int(p)) for s, p in zip(steps, positions, strict=True)]
+            for generator in generators:
+                draw_mirror(generator)
+            autoencoder.sample_latents(moments.float(), generators)
+
+    def theirs() -> None:
+        for batch in order:
+            files = [cache / f"npy/{index:08d}" for index in batch]
+            items = [(torch.from_numpy(np.load(f"{f}.npy")), int(np.load(f"{f}.label.npy"))) for f in files]
+            mean, std = default_collate(items)[0].chunk(2, dim=1)
+            (mean + std * torch.randn_like(mean)).mul_(0.18215)
+
+    times = _interleaved({"ours": ours, "theirs": theirs}, rounds)
+    ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
+    return {
+        "latents/s read, one core, batch 256": order.size / statistics.median(times["ours"]),
+        "latents/s from one .npy per image": order.size / statistics.median(times["theirs"]),
+        "ratio (median of rounds)": statistics.median(ratios),
+        "ratio (lowest, highest)": f"{min(ratios):.2f}, {max(ratios):.2f}",
+    }
+
+
+class _ScaledDraw(KLAutoencoder):
+    """The posterior draw of `KLAutoencoder`, without weights."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.scale, self.shift = 0.18215, 0.0
+
+
+def _interleaved(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():  # caches warm
+        work()
+    for _ in tqdm(range(rounds), desc="reading", delay=2):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - started)
+    return times
+
+
+def _tiny_vae() -> AutoencoderKL:
+    return AutoencoderKL(
+        block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+    )
+
+
+def _building(cache: Path, num_images: int, image_size: int, source: str | None) -> dict[str, Any]:
+    torch.set_num_threads(os.cpu_count() or 1)
+    vae = _tiny_vae() if source is None else load_vae(source, "--autoencoder")
+    autoencoder = KLAutoencoder(vae, vae)
+    images = GeneratedImages(num_images, (500, 375))
+    plan = _plan(images, autoencoder, image_size, autoencoder.latent_shape((3, image_size, image_size)))
+    encoded = EncodedImages(images, autoencoder, image_size, True, batch_size=32, num_threads=os.cpu_count() or 1)
+    prepare_cache(cache, plan)
+    started = time.perf_counter()
+    build_cache(cache, plan, encoded, "stop", seconds=encoded.seconds)
+    total = time.perf_counter() - started
+    name = "tiny random" if source is None else source
+    return {
+        f"images/s built at {image_size}, mirrored, {name} VAE": num_images / total,
+        "  decode and crop alone, per core": num_images / encoded.seconds["decode"],
+        "  encode alone": num_images / encoded.seconds["encode"],
+        "  write alone": num_images / encoded.seconds["write"],
+    }
+
+
+def _waiting(cache: Path, steps: int) -> dict[str, Any]:
+    """Share of a training step of SiT-S/2 at batch 32 that is spent on getting its data, in the same thread."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    samples = TrainingSamples(LatentCache(LatentCacheConfig(root=str(cache))), seed=0)
+    model = DiffusionTransformer(hidden_size=384, depth=12, num_heads=6)
+    objective, autoencoder = build_objective(FlowConfig()), _ScaledDraw()
+    data_time = step_time = 0.0
+    for step in tqdm(range(steps + 1), desc="training steps", delay=2):
+        started = time.perf_counter()
+        items = default_collate([samples[(step * 32 + row, step, row)] for row in range(32)])
+        read = time.perf_counter() - started
+        generators = [training_generator(0, step, row) for row in range(32)]
+        latents = autoencoder.sample_latents(items[0].float(), generators)
+        objective.loss(model, latents, items[1], generators).loss.mean().backward()
+        model.zero_grad()
+        if step:  # the first warms up
+            data_time, step_time = data_time + read, step_time + time.perf_counter() - started
+    return {
+        "seconds per step, SiT-S/2, batch 32": step_time / steps,
+        "share of a step spent on data, %": 100 * data_time / step_time,
+    }
+
+
+def _memory(folder: Path) -> dict[str, Any]:
+    """Largest resident set of a build over 1,000 and 100,000 records, each in a process of its own."""
+    found = {}
+    for num_images in (1_000, 100_000):
+        cache = str(folder / str(num_images))
+        call = f"from vcagen.benchmark.data import build_small; build_small({cache!r}, {num_images})"
+        result = subprocess.run([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True, check=True)
+        found[f"MB of memory to build {num_images:,} records"] = float(result.stdout.splitlines()[-1])
+    return found
+
+
+def build_small(cache: str, num_images: int) -> None:
+    """Builds a cache of images of 16 pixels and prints the largest resident set in MB."""
+    vae = _tiny_vae()
+    autoencoder = KLAutoencoder(vae, vae)
+    images = GeneratedImages(num_images, (16, 16))
+    plan = _plan(images, autoencoder, 16, autoencoder.latent_shape((3, 16, 16)))
+    encoded = EncodedImages(images, autoencoder, 16, True, batch_size=256, num_threads=2)
+    prepare_cache(Path(cache), plan)
+    build_cache(Path(cache), plan, encoded, "stop")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000)
