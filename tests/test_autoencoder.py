@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import pooling_vae, tiny_vae
 from vcagen.autoencoder import (
@@ -97,6 +99,19 @@ def test_an_autoencoder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=rf"autoencoder.source={tmp_path}: no AutoencoderKL can be loaded"):
         build_autoencoder(KLConfig(source=str(tmp_path)), DecodingConfig())
+    for damage in ({"_class_name": "UNet2DModel"}, {"scaling_factor": 0}, {"scaling_factor": None}):
+        tiny_vae().save_pretrained(tmp_path / "damaged")
+        path = tmp_path / "damaged/config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+        with pytest.raises(ValueError, match="no AutoencoderKL can be loaded from there"):
+            build_autoencoder(KLConfig(source=str(tmp_path / "damaged")), DecodingConfig())
+    weights = tmp_path / "damaged/diffusion_pytorch_model.safetensors"
+    tiny_vae().save_pretrained(tmp_path / "damaged")
+    tensors = load_file(weights)
+    del tensors["decoder.conv_out.bias"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tensors missing or unknown: decoder\.conv_out\.bias"):
+        build_autoencoder(KLConfig(source=str(tmp_path / "damaged")), DecodingConfig())
     tiny_vae().save_pretrained(tmp_path / "pipeline/vae")
     built = build_autoencoder(KLConfig(source=str(tmp_path / "pipeline")), DecodingConfig())
     assert isinstance(built, KLAutoencoder)

@@ -13,6 +13,7 @@ from PIL import Image
 from tests.conftest import fill_with_noise, tiny_model, tiny_vae
 from tests.tiny_runs import ROOT, tiny_config
 from vcagen.autoencoder import KLConfig
+from vcagen.config import override_sampling
 from vcagen.objectives import FlowConfig
 from vcagen.pipeline import ClassConditionalPipeline
 from vcagen.pipeline_folder import read_index
@@ -226,3 +227,49 @@ def test_push_to_hub_uploads_the_folder_with_card_and_grid(
     assert uploaded["files"] == ["README.md", "grid.png", "model_index.json", "transformer", "vae"]
     assert "![Samples](grid.png)" in uploaded["card"]
     assert isinstance(pipe.vae, AutoencoderKL)
+
+
+def test_a_run_is_not_damaged_by_saving_into_it(pipe: ClassConditionalPipeline, tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step/state.json").write_text("{}")
+    for name in ("run", "step"):
+        with pytest.raises(ValueError, match="a run or a checkpoint, which this would damage"):
+            pipe.save_pretrained(tmp_path / name)
+
+
+def test_labels_of_any_integer_kind_and_no_other(pipe: ClassConditionalPipeline) -> None:
+    expected = arrays(pipe, [3], seed=0)
+    for label in (3, np.int64(3), torch.tensor(3), torch.tensor([3]), np.array([3]), (3,)):
+        assert np.array_equal(arrays(pipe, label, seed=0), expected)
+    for label in (3.7, [3.0], torch.tensor([3.9]), [True], None, {"3": 1}):
+        with pytest.raises(ValueError, match="is neither a class id nor a name"):
+            pipe(label)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"generator": [0]}, "expected one torch.Generator, or a list of them"),
+        ({"overrides": ["guidance.interval=[0.3]"]}, r"guidance.interval: expected \[low, high\], such as"),
+        ({"overrides": ["guidance.channels=0"]}, r"guidance.channels: .* or "),
+    ],
+)
+def test_wrong_options_are_one_line(pipe: ClassConditionalPipeline, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        pipe([1], **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_protocol_can_be_taken_away(pipe: ClassConditionalPipeline) -> None:
+    config = override_sampling(pipe.sampling, ["protocol=sit-paper-ode"])
+    assert config.sampler.name == "dopri5"
+    assert override_sampling(config, ["protocol=null"]).sampler.name == "euler_maruyama"
+
+
+def test_someone_elses_score_is_left_out_of_the_card(pipe: ClassConditionalPipeline, tmp_path: Path) -> None:
+    (tmp_path / "score.json").write_text("[1]")
+    pipe.folders = (tmp_path,)
+    pipe.save_pretrained(tmp_path / "saved")
+    assert "## Score" not in (tmp_path / "saved/README.md").read_text()

@@ -1,6 +1,7 @@
 """Images <-> moments <-> latents: the only place that knows pixel range, rounding, scale and shift."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -216,9 +217,22 @@ def load_vae(source: str, key: str) -> AutoencoderKL:
     try:
         # The folder of a whole Stable Diffusion pipeline has it one level down.
         subfolder = "vae" if (Path(source) / "vae/config.json").is_file() else None
-        vae: Any = AutoencoderKL.from_pretrained(source, subfolder=subfolder)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        stored: Any = AutoencoderKL.load_config(source, subfolder=subfolder)
+        if stored.get("_class_name") not in (None, "AutoencoderKL"):
+            raise ValueError(f"it holds a {stored['_class_name']}")
+        vae: Any
+        # Without low_cpu_mem_usage, what is missing is filled with random values, and named.
+        vae, info = AutoencoderKL.from_pretrained(
+            source, subfolder=subfolder, output_loading_info=True, low_cpu_mem_usage=False
+        )
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info.get("mismatched_keys", [])]
+        if wrong:
+            raise ValueError(f"tensors missing or unknown: {', '.join(map(str, wrong[:5]))}")
+        scale, _ = _scale_and_shift(vae)
+        if not (math.isfinite(scale) and scale):
+            raise ValueError(f"scaling_factor is {scale}")
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{key}={source}: no AutoencoderKL can be loaded from there ({reason}); give a hub id that this machine "
             "can reach, or a folder with config.json and weights"

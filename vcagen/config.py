@@ -34,7 +34,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
-    """The backbone: a named variant, its attention, and sizes where they should differ from the variant's."""
+    """The backbone: a named variant, its attention, and sizes where they should differ from the variant's.
+
+    Attributes:
+        learn_sigma: whether the output has twice the latent channels; diffusion needs it, SiT has and ignores it, REPA
+            has not.
+    """
 
     variant: str = "SiT-S/2"
     attention: AttentionConfig = MHSAConfig()
@@ -42,6 +47,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
     depth: PositiveInt | None = None
     num_heads: PositiveInt | None = None
     patch_size: PositiveInt | None = None
+    learn_sigma: bool = True
     gradient_checkpointing: bool = False
 
     @model_validator(mode="after")
@@ -55,7 +61,8 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     Attributes:
         init_from: a pipeline or checkpoint folder whose weights (EMA where it has them) training starts from.
-        init_labels: off, the label table starts anew, for data of other classes.
+        init_labels: `match`, the label table is taken and the class names must agree; `as_is`, it is taken and the
+            classes are the same in another spelling, such as ImageNet's names and folders; `new`, it starts anew.
     """
 
     max_steps: PositiveInt = 400_000
@@ -69,7 +76,7 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     ema_decay: Fraction = 0.9999
     label_dropout: Fraction = 0.1
     init_from: FolderName | None = None
-    init_labels: bool = True
+    init_labels: Literal["match", "as_is", "new"] = "match"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     num_workers: Annotated[int, Field(ge=0)] = 0
     log_every: PositiveInt = 100
@@ -117,6 +124,8 @@ class RunConfig(SamplingConfig, extra="forbid", frozen=True):
                 f"model.variant={self.model.variant} and objective.name={self.objective.name} contradict each "
                 "other; DiT variants are trained with diffusion, SiT variants with flow"
             )
+        if is_diffusion and not self.model.learn_sigma:
+            raise ValueError("model.learn_sigma=false: diffusion learns its variance in these channels; use true")
         if self.guidance.scale != 1 and not self.train.label_dropout:
             raise ValueError(
                 f"guidance.scale={self.guidance.scale:g} needs a null label, which train.label_dropout=0 does not "
@@ -164,6 +173,9 @@ def override_sampling(config: PipelineConfig, overrides: Sequence[str]) -> Pipel
 
 def complete_pipeline_config(settings: dict[str, Any], overrides: Sequence[str], source: str) -> PipelineConfig:
     """The config of a pipeline from plain settings with `key=value` overrides; errors as `load_config`."""
+    fixed = [override for override in overrides if override.split("=")[0].split(".")[0] in PIPELINE_TEXT]
+    if fixed:
+        raise ValueError(f"{fixed[0]!r} cannot be set: it describes the model")
     # Class names and provenance are anyone's text, in which ${...} is not for OmegaConf.
     text = {key: value for key, value in settings.items() if key in PIPELINE_TEXT}
     base = OmegaConf.create({key: value for key, value in settings.items() if key not in PIPELINE_TEXT})
@@ -225,7 +237,11 @@ def parse_config(
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(dict(e), source, kind, overridden or set()) for e in error.errors()]
+        by_key: dict[str, list[str]] = {}  # a value that fits none of several types gives an error for each
+        for fault in error.errors():
+            where, message = _explain(dict(fault), source, kind, overridden or set())
+            by_key.setdefault(where, []).append(message)
+        lines = [f"{where}: {', or '.join(dict.fromkeys(messages))}" for where, messages in by_key.items()]
         raise ValueError("\n".join(lines)) from error
 
 
@@ -234,8 +250,8 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def _explain(error: dict[str, Any], source: str, kind: type[BaseModel], overridden: set[str]) -> str:
-    """One line for one pydantic error."""
+def _explain(error: dict[str, Any], source: str, kind: type[BaseModel], overridden: set[str]) -> tuple[str, str]:
+    """The place and the message of one pydantic error."""
     keys, parent = _locate(error["loc"], kind)
     key = ".".join(keys)
     is_override = any(given == key or given.startswith(f"{key}.") for given in overridden) and key
@@ -246,16 +262,16 @@ def _explain(error: dict[str, Any], source: str, kind: type[BaseModel], overridd
         known = list(parent.model_fields)
         close = difflib.get_close_matches(keys[-1], known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        return f"{where}: unknown key; {hint}known keys here: {', '.join(known)}"
+        return where, f"unknown key; {hint}known keys here: {', '.join(known)}"
     if error["type"] == "missing":
-        return f"{where}: missing; this key must be given"
+        return where, "missing; this key must be given"
     if error["type"] == "union_tag_invalid":
-        return f"{where}.name: {error['ctx']['tag']!r} does not exist; there are {error['ctx']['expected_tags']}"
+        return f"{where}.name", f"{error['ctx']['tag']!r} does not exist; there are {error['ctx']['expected_tags']}"
     if error["type"] == "union_tag_not_found":
-        return f"{where}: expected a section with a name"
+        return where, "expected a section with a name"
     message = error["msg"].removeprefix("Value error, ")
     given = "" if isinstance(error["input"], dict | BaseModel) else f" (got {error['input']!r})"
-    return f"{where}: {message}{given}"
+    return where, f"{message}{given}"
 
 
 def _locate(location: Sequence[str | int], kind: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:

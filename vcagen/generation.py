@@ -261,9 +261,13 @@ def load_model(
 
 
 def require_consistent(
-    model: DiffusionTransformer, config: PipelineConfig, autoencoder: Autoencoder, source: str
+    model: DiffusionTransformer, config: PipelineConfig, autoencoder: Autoencoder | None, source: str
 ) -> None:
-    """Proves that model, settings and autoencoder belong together; a `ValueError` that names both sides if not."""
+    """Proves that model, settings and autoencoder (where it is at hand) belong together.
+
+    Raises:
+        ValueError: they do not; both sides are named.
+    """
     settings = model.config
     if len(config.class_names) != settings.num_classes:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Classifier-free guidance (arXiv 2207.12598): the null label in training, the guided model in sampling."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vcagen.callables import Model, ModelFn
 from vcagen.seeds import uniform
@@ -24,6 +24,13 @@ class GuidanceConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     scale: Annotated[float, Field(ge=1)] = 1.0
     channels: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
     interval: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] | None = None
+
+    @field_validator("interval", mode="before")
+    @classmethod
+    def _interval_has_two_ends(cls, interval: Any) -> Any:
+        if interval is not None and not (isinstance(interval, list | tuple) and len(interval) == 2):
+            raise ValueError("expected [low, high], such as [0.3, 1.0]")
+        return interval
 
     @model_validator(mode="after")
     def _interval_is_one(self) -> "GuidanceConfig":

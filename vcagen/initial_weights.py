@@ -23,12 +23,12 @@ def load_initial_weights(model: DiffusionTransformer, config: RunConfig, class_n
 
     Raises:
         ValueError: it cannot be loaded, is of another kind or size (all differences are listed), or was trained on
-            other classes while `train.init_labels` is on.
+            other classes while `train.init_labels` is `match`.
     """
     assert config.train.init_from is not None
     folder = resolve_checkpoint(Path(config.train.init_from))
     index, other = read_index(folder), load_transformer(folder)
-    keeps_labels = config.train.init_labels
+    keeps_labels = config.train.init_labels != "new"
     differing = [
         f"{key} is {_value(other, key)}, here {_value(model, key)}"
         for key in (*SIZES, "attention", *(LABEL_SIZES if keeps_labels else ()))
@@ -36,19 +36,22 @@ def load_initial_weights(model: DiffusionTransformer, config: RunConfig, class_n
     ]
     if index.objective != config.objective:
         differing.append(f"objective is {index.objective}, here {config.objective}")
-    hint = "; train.init_labels=false starts the label table anew"
+    hint = "; train.init_labels=new starts the label table anew"
     if differing:
         labels = any(line.startswith(LABEL_SIZES) for line in differing)
         raise ValueError(
             f"train.init_from={folder}: not the weights of this model: {'; '.join(differing)}{hint if labels else ''}"
         )
-    if keeps_labels and index.class_names != class_names:
+    if config.train.init_labels == "match" and index.class_names != class_names:
         label, old, new = next(
             (label, old, new)
             for label, (old, new) in enumerate(zip(index.class_names, class_names, strict=True))
             if old != new
         )
-        raise ValueError(f"train.init_from={folder}: class {label} is {old!r} there and {new!r} in the data{hint}")
+        raise ValueError(
+            f"train.init_from={folder}: class {label} is {old!r} there and {new!r} in the data; "
+            "train.init_labels=as_is if these are the same, new if the label table is to start anew"
+        )
     tensors = other.state_dict()
     if not keeps_labels:
         tensors[LABEL_TABLE] = model.state_dict()[LABEL_TABLE]

@@ -64,6 +64,8 @@ def _score_section(path: Path) -> str:
     if not path.is_file():
         return ""
     score = json.loads(path.read_text())
+    if not isinstance(score, dict) or not {"metric", "frechet_distance", "protocol", "warnings"} <= score.keys():
+        return ""  # someone else's file of this name
     rows = {score["metric"]: f"{score['frechet_distance']:.4g}", "reference": Path(score["protocol"]["reference"]).name}
     rows |= {f"warning {number}": text for number, text in enumerate(score["warnings"], 1)}
     sampling = score["protocol"]["sampling"]

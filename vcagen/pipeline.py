@@ -1,5 +1,6 @@
 """A diffusers pipeline over the same parts as sample.py, for people who only want images."""
 
+import operator
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -72,13 +73,17 @@ class ClassConditionalPipeline(DiffusionPipeline):
         Args:
             source: which.
             weights: `ema`, or `raw` where a checkpoint has them.
-            torch_dtype: of the model; the sampler's state stays float32.
+            torch_dtype: of model and autoencoder; the sampler's state stays float32.
             **hub: for a hub id, what `huggingface_hub.snapshot_download` takes: revision, token, cache_dir, ...
 
         Raises:
             ValueError: what is there cannot be loaded; the line says which file or tensor is wrong.
         """
         folder = Path(source)
+        if weights not in ("ema", "raw"):
+            raise ValueError(f"weights={weights!r}: expected ema or raw")
+        if folder.exists() and hub:
+            raise ValueError(f"{', '.join(hub)}: for hub ids only, but {source} is a folder; leave it out")
         if not folder.exists():
             try:
                 folder = Path(snapshot_download(str(source), **hub))
@@ -89,7 +94,8 @@ class ClassConditionalPipeline(DiffusionPipeline):
         sampling = loaded.config.model_copy(update={"weights": loaded.weights_record})
         vae = getattr(loaded.maker.autoencoder, "vae", None)
         pipeline = cls(loaded.maker.model, vae, sampling.model_dump(mode="json"))
-        pipeline.folders = (loaded.checkpoint, loaded.folder)
+        if weights == "ema":  # grids and scores are of these
+            pipeline.folders = (loaded.checkpoint, loaded.folder)
         return pipeline if torch_dtype is None else pipeline.to(torch_dtype)
 
     @torch.no_grad()
@@ -127,6 +133,8 @@ class ClassConditionalPipeline(DiffusionPipeline):
         """
         if output_type not in ("pil", "np", "latent"):
             raise ValueError(f"output_type={output_type!r}: expected pil, np or latent")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be at least 1")
         settings = list(overrides)
         settings += [] if guidance_scale is None else [f"guidance.scale={guidance_scale}"]
         settings += [] if num_inference_steps is None else [f"sampler.num_steps={num_inference_steps}"]
@@ -154,11 +162,15 @@ class ClassConditionalPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _label_ids(self, class_labels: int | str | Sequence[int | str]) -> list[int]:
-        given = [class_labels] if isinstance(class_labels, int | str) else list(class_labels)
+        given: list[Any]
+        try:
+            given = list(class_labels) if not isinstance(class_labels, str | dict) else [class_labels]  # type: ignore[arg-type]
+        except TypeError:  # one number, of any library
+            given = [class_labels]
         if not given:
             raise ValueError("class_labels is empty; give at least one class id or name")
         names = self.sampling.class_names
-        labels = [class_id(label, names) if isinstance(label, str) else int(label) for label in given]
+        labels = [class_id(label, names) if isinstance(label, str) else _whole_number(label) for label in given]
         return [sample.label for sample in plan_samples(labels, 0, len(names))]
 
     def _generators(
@@ -169,13 +181,15 @@ class ClassConditionalPipeline(DiffusionPipeline):
         if generator is not None and not isinstance(generator, torch.Generator):
             if len(generator) != len(labels):
                 raise ValueError(f"{len(generator)} generators for {len(labels)} labels; give one per label, or one")
+            if not all(isinstance(one, torch.Generator) for one in generator):
+                raise ValueError("generator: expected one torch.Generator, or a list of them")
             return list(generator)
         if seed is None:
             device = "cpu" if generator is None else generator.device
             seed = int(torch.randint(2**62, (), generator=generator, device=device))
         return labels_and_generators(plan_samples(labels, seed, len(self.sampling.class_names)))[1]
 
-    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path) -> None:
         """Writes the folder that `from_pretrained` and sample.py read, with a model card.
 
         The autoencoder is written along. A grid and a score that lie with the folder this was loaded from go into
@@ -183,12 +197,13 @@ class ClassConditionalPipeline(DiffusionPipeline):
 
         Args:
             save_directory: where to.
-            push_to_hub: upload it too; then `repo_id` and what `push_to_hub` takes may be given.
-            **kwargs: for `push_to_hub`.
+
+        Raises:
+            ValueError: that is a run or a checkpoint, in which other weights would be lost.
         """
         folder = Path(save_directory)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+        if (folder / "checkpoints").exists() or (folder / "state.json").exists():
+            raise ValueError(f"{folder}: a run or a checkpoint, which this would damage; choose another folder")
         super().save_pretrained(folder)
         for name in (GRID_FILE, SCORE_FILE):
             found = [place / name for place in self.folders if (place / name).is_file()]
@@ -225,3 +240,13 @@ class ClassConditionalPipeline(DiffusionPipeline):
             self.save_pretrained(folder)
             message = commit_message or "Upload ClassConditionalPipeline"
             return self._upload_folder(folder, repo_id, token=token, commit_message=message, create_pr=create_pr)
+
+
+def _whole_number(label: Any) -> int:
+    """An id from any library's integer; a `ValueError` for what is none, rather than rounding."""
+    try:
+        if isinstance(label, bool):
+            raise TypeError
+        return operator.index(label)
+    except TypeError as error:
+        raise ValueError(f"class_labels: {label!r} is neither a class id nor a name") from error

@@ -9,7 +9,7 @@ FOLDER/
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -56,7 +56,7 @@ def read_index(folder: Path) -> PipelineConfig:
     try:
         index = json.loads(path.read_text())
         settings = index.get("settings") if isinstance(index, dict) else None
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); expected a pipeline or checkpoint folder") from error
     if not isinstance(settings, dict):
         kind = index.get("_class_name", "unknown") if isinstance(index, dict) else "unknown"
@@ -77,18 +77,33 @@ def load_transformer(folder: Path, weights: Weights = "ema") -> DiffusionTransfo
     Raises:
         ValueError: a part is missing or damaged, or a tensor missing, unknown or of another shape; all are listed.
     """
-    part = weights_file(folder, weights).parent
-    try:
-        settings = DiffusionTransformer.load_config(part, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"{part / 'config.json'}: missing or not readable") from error
-    try:
-        model = DiffusionTransformer.from_config(settings)
-    except (ValidationError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{part / 'config.json'}: not the config of a model here ({reason})") from error
+    model = DiffusionTransformer(**read_transformer_settings(weights_file(folder, weights).parent))
     load_weights(model, folder, weights)
     return model.eval()
+
+
+def read_transformer_settings(part: Path) -> dict[str, Any]:
+    """Arguments of `DiffusionTransformer` from the config.json of a folder of weights.
+
+    Raises:
+        ValueError: the file is missing or damaged, or no model can be built from it; the line says why.
+    """
+    path = part / "config.json"
+    try:
+        content = json.loads(path.read_text())
+        settings = {key: value for key, value in content.items() if not key.startswith("_")}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: missing or not readable") from error
+    try:
+        with torch.device("meta"):
+            DiffusionTransformer(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{path}: attention.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not the config of a model here ({reason})") from error
+    return settings
 
 
 def load_weights(model: DiffusionTransformer, folder: Path, weights: Weights) -> None:

@@ -17,6 +17,8 @@ RESUMABLE_KEYS = (
     "data.root",
     *SAMPLING_KEYS,
     "model.gradient_checkpointing",
+    "train.init_from",  # read at the start alone
+    "train.init_labels",
     "train.max_steps",
     "train.gradient_accumulation_steps",
     "train.num_workers",

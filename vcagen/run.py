@@ -137,6 +137,7 @@ def build_model(config: RunConfig, data: TrainingData, autoencoder: Autoencoder)
             num_heads=config.model.num_heads or variant.shape.num_heads,
             num_classes=len(data.class_names),
             has_null_label=config.train.label_dropout > 0,
+            learn_sigma=config.model.learn_sigma,
             attention=config.model.attention.model_dump(mode="json"),
         )
     if config.model.gradient_checkpointing:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vcagen.data.images import IMAGE_SUFFIXES
 from vcagen.files import require_writable, write_image, write_json
 from vcagen.generation import LoadedModel, PlannedSample
 
@@ -48,7 +49,7 @@ def prepare_samples(model: LoadedModel, samples: Sequence[PlannedSample], folder
         "samples": [sample.model_dump() for sample in samples],
     }
     before = read_record(folder)
-    if before is None and any(folder.glob("*.png")):
+    if before is None and any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.rglob("*")):
         raise ValueError(f"{folder}: holds images that were not sampled here; choose an empty folder")
     if before is not None and _identity(before) != _identity(record):
         raise ValueError(f"{folder}: holds other samples already; choose another folder or delete it")

@@ -106,6 +106,16 @@ class PipelineConfig(SamplingConfig, extra="forbid", frozen=True):
     weights: WeightsRecord
     provenance: dict[str, Any] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _papers_sampler(cls, settings: Any) -> Any:
+        """Without a sampler, as when a protocol was taken away: the papers' own."""
+        if not isinstance(settings, dict) or "sampler" in settings:
+            return settings
+        objective = settings.get("objective")
+        is_diffusion = isinstance(objective, dict) and objective.get("name") == "diffusion"
+        return settings | {"sampler": {"name": "ddpm" if is_diffusion else "euler_maruyama"}}
+
 
 def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested settings as (dotted key, value)."""

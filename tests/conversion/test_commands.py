@@ -12,6 +12,7 @@ from tests.conftest import fill_with_noise, tiny_vae
 from tests.conversion.helpers import file_of, oracle_weights, tiny_weights
 from tests.tiny_runs import ROOT, losses, tiny_config
 from vcagen import run as run_module
+from vcagen.class_names import read_class_names
 from vcagen.config import load_config
 from vcagen.pipeline import ClassConditionalPipeline
 from vcagen.pipeline_folder import load_transformer
@@ -34,7 +35,7 @@ def test_official_weights_convert_and_sample_from_the_folder_alone(tmp_path: Pat
     assert result.returncode == 0, result.stderr
     assert "SiT-64x2/2: " in result.stdout
     assert "assumed: SiT, by the file's name" in result.stdout
-    assert "assumed: velocity on the Linear path" in result.stdout
+    assert "assumed: objective.path=Linear, as in all releases of SiT" in result.stdout
     (tmp_path / "vae").rename(tmp_path / "moved")
     sampled = command("sample.py", tmp_path / "model", "--labels", "1,2", "--per-label", "2", "--batch-size", "4")
     assert sampled.returncode == 0, sampled.stderr
@@ -105,14 +106,14 @@ def test_weights_to_start_from_must_be_of_the_same_model(tmp_path: Path) -> None
         (["model.depth=3"], r"depth is 2, here 3"),
         (["model.attention.name=mhsa"], r"attention is name='vca'.*here name='mhsa'"),
         (["objective.prediction=noise"], r"objective is .*velocity.*here .*noise"),
-        (["train.label_dropout=0", "guidance.scale=1"], r"has_null_label is True, here False; train.init_labels=false"),
+        (["train.label_dropout=0", "guidance.scale=1"], r"has_null_label is True, here False; train.init_labels=new"),
     ]:
         with pytest.raises(ValueError, match=message):
             initial(tmp_path, *overrides)
     with pytest.raises(ValueError, match="no such run or checkpoint folder"):
         initial(tmp_path, f"train.init_from={tmp_path}/nothing")
     assert not (tmp_path / "second").exists()
-    initial(tmp_path, "train.label_dropout=0", "guidance.scale=1", "train.init_labels=false")
+    initial(tmp_path, "train.label_dropout=0", "guidance.scale=1", "train.init_labels=new")
     initial_table = load_transformer(tmp_path / "first/checkpoints/step_0000001").y_embedder.embedding_table.weight
     table = load_transformer(tmp_path / "second/checkpoints/step_0000001").y_embedder.embedding_table.weight
     assert table.shape[0] == 10
@@ -149,3 +150,23 @@ def test_a_damaged_model_config_is_named(tmp_path: Path) -> None:
     result = command("sample.py", tmp_path / "model")
     assert result.returncode == 1
     assert "config.json: not the config of a model here (model.hidden_size=32 is not divisible" in result.stderr
+
+
+def test_class_names_are_read_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_bytes(b"\xef\xbb\xbfcat \r\n dog\r\n\r\n")
+    assert read_class_names(path) == ("cat", "dog")
+    path.write_text('["cat", "dog"]')
+    assert read_class_names(path) == ("cat", "dog")
+    path.write_text("cat\n\ndog\n")
+    with pytest.raises(ValueError, match="name 2 is empty"):
+        read_class_names(path)
+
+
+def test_the_same_classes_in_another_spelling(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path / "first", "train.max_steps=1"))
+    path = tmp_path / "first/checkpoints/step_0000001/model_index.json"
+    path.write_text(path.read_text().replace('"3"', '"three"'))
+    with pytest.raises(ValueError, match=r"class 3 is 'three' there and '3' in the data; train.init_labels=as_is if"):
+        initial(tmp_path)
+    initial(tmp_path, "train.init_labels=as_is")

@@ -1,3 +1,4 @@
+import argparse
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tests.conversion.helpers import file_of, read, tiny_weights
 from vcagen.config import load_config
 from vcagen.conversion.export import write_pipeline
 from vcagen.conversion.grafting import graft_attention, write_fine_tuning_config
+from vcagen.initial_weights import load_initial_weights
 from vcagen.pipeline_folder import load_transformer
 
 
@@ -74,3 +76,41 @@ def test_the_fine_tuning_config_of_foreign_weights_loads_and_starts_from_them(tm
     assert (config.model.attention.name, config.train.init_from) == ("vca", str(tmp_path / "grafted"))
     assert (config.model.hidden_size, config.data.image_size) == (32, 64)  # type: ignore[union-attr]
     assert config.autoencoder.name == "kl"
+
+
+def test_what_the_new_attention_has_no_place_for_is_dropped_and_said(tmp_path: Path) -> None:
+    source = read(file_of(tmp_path, tiny_weights()))
+    control, _ = graft_attention(source, "mhsa", ["value_conv=true"], 0, "x")
+    grafted, report = graft_attention(control, "vca", ["value_conv=false"], 0, "x")
+    assert report.dropped == tuple(
+        f"blocks.{i}.attn.value_conv.{kind}" for i in range(2) for kind in ("weight", "bias")
+    )
+    assert any("dropped, since the new attention has none" in line for line in report.lines())
+    write_pipeline(grafted, tmp_path / "grafted", "x")
+    load_transformer(tmp_path / "grafted")
+    kept, report = graft_attention(control, "vca", [], 0, "x")
+    assert "value_conv.weight" not in report.new
+    name = "blocks.0.attn.value_conv.weight"
+    assert kept.tensors[name] is control.tensors[name]
+
+
+def test_a_model_without_null_label_and_variance_gives_a_run_of_its_kind(tmp_path: Path) -> None:
+    weights = tiny_weights(learn_sigma=False, has_null_label=False)
+    torch.save({"ema": weights, "args": argparse.Namespace(model="SiT-S/2", num_classes=10)}, tmp_path / "x.pt")
+    grafted, _ = graft_attention(read(tmp_path / "x.pt"), "vca", [], 0, "x")
+    write_pipeline(grafted, tmp_path / "grafted", "x")
+    config = load_config(write_fine_tuning_config(grafted, tmp_path / "x.pt", tmp_path / "grafted"))
+    assert (config.train.label_dropout, config.model.learn_sigma) == (0, False)
+    model = tiny_model(**(grafted.settings | {"latent_size": (8, 8)}))
+    load_initial_weights(model, config, grafted.config.class_names)
+    assert torch.equal(model.state_dict()["pos_embed"], grafted.tensors["pos_embed"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [(["contrast_grid=[2"], "attention vca: while parsing"), (["name=differential"], "--attention vca, but name=")],
+)
+def test_settings_that_are_none(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        graft_attention(read(file_of(tmp_path, tiny_weights())), "vca", overrides, 0, "x")
+    assert "\n" not in str(error.value)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import tiny_vae
 from tests.conversion.helpers import ORACLE_HEADS, file_of, oracle_weights, read, tiny_weights
+from vcagen.conversion.export import write_pipeline
 from vcagen.conversion.shapes import FINAL_WEIGHT, variant_name
 from vcagen.objectives import FlowConfig
 
@@ -175,3 +177,82 @@ def test_numbers_survive_as_they_are_stored(tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.float16 for tensor in model.tensors.values())
     assert model.settings["latent_size"] == (8, 8)  # the position codes are recognised all the same
     json.dumps(model.config.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"path_type": "cosine", "prediction": "v"}, FlowConfig(path="GVP")),
+        ({"path_type": "GVP"}, FlowConfig(path="GVP")),
+        ({"prediction": "noise"}, FlowConfig(prediction="noise")),
+        ({}, FlowConfig()),
+    ],
+)
+def test_what_arguments_say_of_the_objective_counts(
+    tmp_path: Path, arguments: dict[str, str], expected: FlowConfig
+) -> None:
+    assert read(saved(tmp_path, tiny_weights(), model="SiT-S/2", **arguments)).config.objective == expected
+
+
+def test_arguments_that_are_not_understood_are_not_replaced(tmp_path: Path) -> None:
+    path = saved(tmp_path, tiny_weights(), model="SiT-S/2", prediction="x0")
+    with pytest.raises(
+        ValueError, match=r"prediction='x0', which is not known here; give objective.prediction= one of"
+    ):
+        read(path)
+    assert read(path, overrides=("objective.prediction=noise",)).config.objective == FlowConfig(prediction="noise")
+
+
+def test_choices_against_what_the_source_is(tmp_path: Path) -> None:
+    path = file_of(tmp_path, tiny_weights())
+    with pytest.raises(ValueError, match="--num-heads -4: must be at least 1"):
+        read(path, num_heads=-4)
+    repa = file_of(tmp_path, tiny_weights(learn_sigma=False) | {"projectors.0.0.bias": torch.ones(1)}, "r.safetensors")
+    with pytest.raises(ValueError, match="--family DiT, but it is a SiT, since REPA's projectors are there"):
+        read(repa, family="DiT")
+    unguided = saved(tmp_path, tiny_weights(has_null_label=False), model="DiT-S/2", num_classes=10)
+    with pytest.raises(ValueError, match=r"guidance.scale=2 needs a null label"):
+        read(unguided, overrides=("guidance.scale=2",))
+    with pytest.raises(ValueError, match="diffusion needs variance channels"):
+        read(file_of(tmp_path, tiny_weights(learn_sigma=False)))
+    with pytest.raises(ValueError, match=r"'class_names=\[a,b\]' cannot be set: it describes the model"):
+        read(path, overrides=("class_names=[a,b]",))
+
+
+def test_tensors_that_are_no_weights_are_listed(tmp_path: Path) -> None:
+    tensors = tiny_weights()
+    tensors["blocks.0.attn.proj.bias"] = torch.ones(32, dtype=torch.int64)
+    tensors["blocks.1.mlp.fc1.bias"][3] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"attn.proj.bias is torch.int64.*blocks.1.mlp.fc1.bias has values that are not"
+    ):
+        read(file_of(tmp_path, tensors))
+    repa = tiny_weights(learn_sigma=False) | {"projectors.0.0.bias": torch.ones(1)}
+    del repa["t_embedder.mlp.0.weight"]
+    with pytest.raises(ValueError, match=r"missing t_embedder.mlp.0.weight"):
+        read(file_of(tmp_path, repa, "r.safetensors"))
+
+
+def test_a_folder_of_ours_keeps_its_autoencoder_and_says_things_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_vae().save_pretrained(tmp_path / "vae")
+    tiny_vae(scaling_factor=0.5).save_pretrained(tmp_path / "elsewhere/vae")
+    source = file_of(tmp_path, tiny_weights(), "SiT.safetensors")
+    first = read(source, overrides=(f"autoencoder.source={tmp_path}/vae",))
+    write_pipeline(first, tmp_path / "first", "x")
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where another folder has that name
+    write_pipeline(read(tmp_path / "first"), tmp_path / "second", "x")
+    assert json.loads((tmp_path / "second/vae/config.json").read_text())["scaling_factor"] == 0.18215
+    changed = read(tmp_path / "first", overrides=("autoencoder.source=vae",))
+    write_pipeline(changed, tmp_path / "third", "x")
+    assert json.loads((tmp_path / "third/vae/config.json").read_text())["scaling_factor"] == 0.5
+    for choice in ({"family": "DiT"}, {"num_heads": 2}, {"trained_by": "official"}):
+        with pytest.raises(ValueError, match="says itself what --"):
+            read(tmp_path / "first", **choice)
+    with pytest.raises(ValueError, match="3 class names, but the model has 10 classes"):
+        read(tmp_path / "first", class_names=("a", "b", "c"))
+    path = tmp_path / "first/transformer/config.json"
+    path.write_text(path.read_text().replace('"depth"', '"depths"'))
+    with pytest.raises(ValueError, match=r"config.json: not the config of a model here .*depths"):
+        read(tmp_path / "first")

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conftest import tiny_model
+from vcagen.conversion.model import ConversionChoices
+from vcagen.conversion.read import read_model
 from vcagen.conversion.source import Tensors, read_source, strip_wrappers
 
 WEIGHTS: Tensors = {"a.weight": torch.arange(4.0), "b": torch.ones(2)}
@@ -132,3 +134,32 @@ def test_paths_that_are_no_source(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
     with pytest.raises(ValueError, match=r"neither diffusion_pytorch_model.safetensors nor"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html>", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"])
+def test_a_web_page_or_pointer_is_called_that(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"file.pt: not a checkpoint file: it begins with b'"):
+        read_source(tmp_path / "file.pt")
+
+
+def test_torchs_averaged_model_loads(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    assert set(read_source(saved(tmp_path, average.state_dict())).tensors) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "no readable config.json"),
+        ('{"_class_name": "DiTTransformer2DModel", "num_layers": "two"}', r"config.json: num_layers: Input should be"),
+        ('{"_class_name": "DiTTransformer2DModel", "patch_size": 0}', r"config.json: patch_size: Input should be"),
+        ('{"_class_name": "DiTTransformer2DModel", "norm_type": "ada_norm"}', r"norm_type='ada_norm'; not a DiT's"),
+    ],
+)
+def test_diffusers_configs_that_are_wrong(tmp_path: Path, config: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model_index.json").write_text("[1]")
+    save_file(WEIGHTS, tmp_path / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path, ConversionChoices())

@@ -32,16 +32,7 @@ def _convert_parser() -> argparse.ArgumentParser:
         "copied along), decoding.*",
     )
     parser.add_argument("--to", choices=["pipeline", "official", "diffusers"], default="pipeline")
-    parser.add_argument("--weights", choices=["ema", "raw"], help="which of a training checkpoint's (default: the EMA)")
-    parser.add_argument("--family", choices=["DiT", "SiT"], help="where neither arguments nor file name say it")
-    parser.add_argument("--num-heads", type=int, help="where width and depth are no published model's")
-    parser.add_argument(
-        "--trained-by",
-        choices=["diffusers", "official"],
-        help="for weights in diffusers' names: compute as its class does (default), or as the official code does; "
-        "outputs differ by up to several percent",
-    )
-    parser.add_argument("--class-names", type=Path, help="JSON list, or one name a line, in label order")
+    _add_choices(parser)
     parser.set_defaults(command="convert")
     return parser
 
@@ -57,12 +48,24 @@ def _graft_parser() -> argparse.ArgumentParser:
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the attention: value_conv=false")
     parser.add_argument("--attention", required=True, help="name of the attention: vca, differential, ...")
-    parser.add_argument("--weights", choices=["ema", "raw"], help="which of a training checkpoint's (default: the EMA)")
-    parser.add_argument("--family", choices=["DiT", "SiT"], help="where neither arguments nor file name say it")
-    parser.add_argument("--num-heads", type=int, help="where width and depth are no published model's")
+    _add_choices(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the new parameters")
     parser.set_defaults(command="graft")
     return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """What a source may not say itself."""
+    parser.add_argument("--weights", choices=["ema", "raw"], help="which of a training checkpoint's (default: the EMA)")
+    parser.add_argument("--family", choices=["DiT", "SiT"], help="where neither arguments nor file name say it")
+    parser.add_argument("--num-heads", type=int, help="where width and depth are no published model's")
+    parser.add_argument(
+        "--trained-by",
+        choices=["diffusers", "official"],
+        help="for weights in diffusers' names: compute as its class does (default), or as the official code does; "
+        "outputs differ by up to several percent",
+    )
+    parser.add_argument("--class-names", type=Path, help="JSON list, or one name a line, in label order")
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
 """What the command line of conversion does."""
 
 import argparse
+import shlex
 
 from vcagen.class_names import read_class_names
-from vcagen.conversion.export import write_diffusers, write_official, write_pipeline
+from vcagen.conversion.export import require_new, write_diffusers, write_official, write_pipeline
 from vcagen.conversion.grafting import graft_attention, write_fine_tuning_config
-from vcagen.conversion.read import ConversionChoices, ConvertedModel, read_model
+from vcagen.conversion.model import ConversionChoices, ConvertedModel
+from vcagen.conversion.read import read_model
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -19,6 +21,7 @@ def convert(arguments: argparse.Namespace) -> None:
         class_names=names,
         overrides=tuple(arguments.overrides),
     )
+    require_new(arguments.target)
     model = read_model(arguments.source, choices)
     print("\n".join([_describe(model), *model.notes]), flush=True)  # before the seconds that writing takes
     notes: list[str] = []
@@ -33,7 +36,14 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def graft(arguments: argparse.Namespace) -> None:
     """Grafts and prints what was copied and what is new."""
-    choices = ConversionChoices(weights=arguments.weights, family=arguments.family, num_heads=arguments.num_heads)
+    choices = ConversionChoices(
+        weights=arguments.weights,
+        family=arguments.family,
+        num_heads=arguments.num_heads,
+        trained_by=arguments.trained_by,
+        class_names=None if arguments.class_names is None else read_class_names(arguments.class_names),
+    )
+    require_new(arguments.target)
     model = read_model(arguments.source, choices)
     grafted, report = graft_attention(
         model, arguments.attention, arguments.overrides, arguments.seed, str(arguments.source)
@@ -41,7 +51,7 @@ def graft(arguments: argparse.Namespace) -> None:
     write_pipeline(grafted, arguments.target, str(arguments.source))
     config = write_fine_tuning_config(grafted, arguments.source, arguments.target)
     print("\n".join([_describe(grafted), *model.notes, *report.lines()]))
-    print(f"{arguments.target}: written; fine-tune it with\n  python train.py {config}")
+    print(f"{arguments.target}: written; fine-tune it with\n  python train.py {shlex.quote(str(config))}")
 
 
 def _describe(model: ConvertedModel) -> str:

@@ -3,16 +3,16 @@
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import DiTTransformer2DModel
 from safetensors.torch import save_file
 
-from vcagen.autoencoder import KLConfig, build_autoencoder
+from vcagen.autoencoder import KLConfig, load_vae
 from vcagen.conversion.diffusers_names import FREQUENCY_KEY, diffusers_config, to_diffusers
-from vcagen.conversion.read import ConvertedModel
+from vcagen.conversion.model import ConvertedModel
 from vcagen.conversion.source import Tensors
 from vcagen.files import require_file_name, require_writable, written_aside
 from vcagen.models.layers import position_table
@@ -26,20 +26,18 @@ def write_pipeline(model: ConvertedModel, target: Path, source: str) -> None:
         ValueError: the target exists, cannot be written, or the autoencoder does not fit the model.
     """
     require_new(target)
-    autoencoder = model.config.autoencoder
-    vae = None
-    config = model.config
-    if isinstance(autoencoder, KLConfig) and Path(autoencoder.source).is_dir():
-        built: Any = build_autoencoder(autoencoder, config.decoding.model_copy(update={"decoder": None}))
-        vae = built.vae
+    vae, config = None, model.config
+    if isinstance(config.autoencoder, KLConfig) and model.vae is not None:
+        vae = load_vae(str(model.vae), "autoencoder.source")
         if vae.config.latent_channels != model.settings["in_channels"]:
             raise ValueError(
                 f"{source}: the model works on latents of {model.settings['in_channels']} channels, but the "
-                f"autoencoder {autoencoder.source} has {vae.config.latent_channels}; give the one it was trained with"
+                f"autoencoder {model.vae} has {vae.config.latent_channels}; give the one it was trained with"
             )
-        # The folder has its own copy, and a path of this machine means nothing elsewhere.
-        copied = autoencoder.model_copy(update={"source": Path(autoencoder.source).name})
-        config = config.model_copy(update={"autoencoder": copied})
+        if config.autoencoder.source == str(model.vae):
+            # The folder has its own copy, and a path of this machine means nothing elsewhere.
+            named = KLConfig(source=model.vae.resolve().name or "autoencoder")
+            config = config.model_copy(update={"autoencoder": named})
     num_bytes = sum(tensor.nbytes for tensor in model.tensors.values())
     require_writable(target.parent, num_bytes)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -58,14 +56,20 @@ def write_pipeline(model: ConvertedModel, target: Path, source: str) -> None:
 
 
 def require_new(target: Path) -> None:
-    """A `ValueError` unless the target is free or an empty folder."""
+    """A `ValueError` unless the target is free or an empty folder, and no link."""
+    if target.is_symlink() or target.name in ("", ".."):
+        raise ValueError(f"{target}: a link or no name; give the name of a new folder or file")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target}: exists already; choose another target or delete it")
 
 
 def contiguous(tensors: Tensors) -> Tensors:
-    """As a file needs them."""
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    """As a file needs them: dense, each with memory of its own."""
+    places = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    return {
+        name: tensor.contiguous() if places[tensor.untyped_storage().data_ptr()] == 1 else tensor.clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def write_official(model: ConvertedModel, target: Path, source: str) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from vcagen.attention import build_attention, parse_attention
 from vcagen.checkpoint import list_checkpoints
-from vcagen.conversion.read import ConvertedModel
+from vcagen.conversion.model import ConvertedModel
 from vcagen.conversion.source import Tensors
 from vcagen.files import write_text
 from vcagen.models.variants import parse_variant
@@ -29,12 +31,14 @@ class GraftReport:
     Attributes:
         attention: settings of the new attention.
         copied: names of tensors taken over.
+        dropped: names of tensors that the new attention has no place for.
         new: parameters of one block's attention that are new, by name within it, with their shape.
         num_blocks: blocks that have them.
     """
 
     attention: dict[str, Any]
     copied: tuple[str, ...]
+    dropped: tuple[str, ...]
     new: dict[str, tuple[int, ...]]
     num_blocks: int
 
@@ -45,8 +49,9 @@ class GraftReport:
         return [
             f"attention {self.attention}",
             f"copied: {len(self.copied)} tensors, attn.qkv and attn.proj of every block among them",
+            *([f"dropped, since the new attention has none: {', '.join(self.dropped)}"] if self.dropped else []),
             f"new in each of {self.num_blocks} blocks ({per_block:,} parameters): {described}",
-            "new parameters start as in a new model of this attention, but value_conv at zero, where it adds nothing",
+            "new parameters start as in a new model of this attention, but a new value_conv starts at zero",
         ]
 
 
@@ -70,20 +75,31 @@ def graft_attention(
         raise ValueError(f"{source}: has {before['name']} attention; grafting starts from softmax attention (mhsa)")
     try:
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        if given.get("name", name) != name:
+            raise ValueError(f"--attention {name}, but name={given['name']}; give one of them")
         config = parse_attention({"name": name} | given)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"attention {name}: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'][1:])) or 'name'}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"attention {name} with {list(overrides)}: {'; '.join(lines)}") from error
     sizes = model.settings
     height, width = (side // sizes["patch_size"] for side in sizes["latent_size"])
+    _require_expressible(model, source)
     tensors: Tensors = dict(model.tensors)
+    dropped: list[str] = []
     new: dict[str, tuple[int, ...]] = {}
     for index in range(sizes["depth"]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_from(seed, "graft", index))
             attention = build_attention(config, sizes["hidden_size"], sizes["num_heads"], (height, width), index)
-        for parameter_name, parameter in attention.state_dict().items():
-            full = f"blocks.{index}.attn.{parameter_name}"
+        prefix, parameters = f"blocks.{index}.attn.", attention.state_dict()
+        lost = [n for n in tensors if n.startswith(prefix) and n.removeprefix(prefix) not in parameters]
+        dropped += lost
+        for lost_name in lost:
+            del tensors[lost_name]
+        for parameter_name, parameter in parameters.items():
+            full = prefix + parameter_name
             if full not in model.tensors:
                 is_conv = parameter_name.startswith("value_conv.")
                 tensors[full] = torch.zeros_like(parameter) if is_conv else parameter
@@ -96,7 +112,21 @@ def graft_attention(
         tensors=tensors,
         config=model.config.model_copy(update={"provenance": provenance}),
     )
-    return grafted, GraftReport(settings, tuple(model.tensors), new, sizes["depth"])
+    return grafted, GraftReport(
+        settings, tuple(n for n in model.tensors if n in tensors), tuple(dropped), new, sizes["depth"]
+    )
+
+
+def _require_expressible(model: ConvertedModel, source: str) -> None:
+    """What is grafted is to be trained, so it must be a model that a run can describe."""
+    sizes = model.settings
+    if sizes.get("timestep_frequency_shift", 0) or sizes.get("mlp_norm_eps", 1e-6) != 1e-6:
+        raise ValueError(
+            f"{source}: computes as diffusers' class does, which training here does not; --trained-by official takes "
+            "it as the official code does"
+        )
+    if sizes["mlp_ratio"] != 4:
+        raise ValueError(f"{source}: mlp_ratio {sizes['mlp_ratio']}, but runs have 4")
 
 
 def write_fine_tuning_config(model: ConvertedModel, source: Path, target: Path) -> Path:
@@ -108,7 +138,11 @@ def write_fine_tuning_config(model: ConvertedModel, source: Path, target: Path) 
     base: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(run)) if run else _new_run(model)
     base["run_dir"] = f"runs/{target.name}"
     base["model"] = (base.get("model") or {}) | {"attention": model.settings["attention"]}
-    base["train"] = (base.get("train") or {}) | {"init_from": str(target)}
+    base["train"] = (base.get("train") or {}) | {"init_from": str(target), "init_labels": "match"}
+    if not model.settings["has_null_label"]:
+        base["train"]["label_dropout"] = 0.0
+    if not model.settings["learn_sigma"]:
+        base["model"]["learn_sigma"] = False
     path = target / CONFIG_NAME
     header = f"# python train.py {path}\n# Fine-tunes {target.name}: softmax weights with another attention.\n"
     write_text(path, header + OmegaConf.to_yaml(OmegaConf.create(base)))

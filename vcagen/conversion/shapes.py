@@ -43,7 +43,8 @@ def read_settings(tensors: Tensors, num_heads: int | None, num_classes: int | No
     """
     lacking = [name for name in RANKS if name not in tensors]
     if lacking:
-        raise ValueError(f"{source}: not a DiT or SiT; missing {', '.join(lacking)}")
+        there = ", ".join(list(tensors)[:5])
+        raise ValueError(f"{source}: not a DiT or SiT; missing {', '.join(lacking)}; it has {there}, ...")
     wrong = [
         f"{name} is {list(tensors[name].shape)}, expected {rank} dimensions"
         for name, rank in RANKS.items()
@@ -51,6 +52,9 @@ def read_settings(tensors: Tensors, num_heads: int | None, num_classes: int | No
     ]
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
+    empty = [name for name in RANKS if tensors[name].numel() == 0]
+    if empty:
+        raise ValueError(f"{source}: {', '.join(empty)} is empty")
     hidden_size, in_channels, patch_size, _ = tensors[PATCH_WEIGHT].shape
     depth = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
     out_channels, rest = divmod(len(tensors[FINAL_WEIGHT]), patch_size**2)

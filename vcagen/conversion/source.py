@@ -87,14 +87,18 @@ def read_source(path: Path, weights: Literal["ema", "raw"] | None = None) -> Sou
         kind, tensors = "unknown", content
         notes = ["one bare set of weights, as releases are; whether EMA or raw the file does not say"]
     assert isinstance(tensors, dict)
-    foreign = [str(name) for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
-    if foreign or not tensors:
-        found = ", ".join(foreign[:5]) or "nothing"
-        raise ValueError(f"{path}: expected weights by name, or a checkpoint with ema or model; found {found}")
-    tensors, removed = strip_wrappers(tensors)
+    _require_tensors(tensors, path)
+    tensors, removed = strip_wrappers({name: t for name, t in tensors.items() if name != "n_averaged"})
     notes += [f"prefixes removed from names: {', '.join(removed)}"] if removed else []
     step = steps if isinstance(steps, int) and not isinstance(steps, bool) else None
     return Source(path, tensors, kind, step, arguments, notes=tuple(notes))  # type: ignore[arg-type]
+
+
+def _require_tensors(tensors: dict[Any, Any], path: Path) -> None:
+    foreign = [str(k) for k, v in tensors.items() if not isinstance(v, torch.Tensor) or not isinstance(k, str)]
+    if foreign or not tensors:
+        found = ", ".join(foreign[:5]) or "nothing"
+        raise ValueError(f"{path}: expected weights by name, or a checkpoint with ema or model; found {found}")
 
 
 def strip_wrappers(tensors: Tensors) -> tuple[Tensors, list[str]]:
@@ -122,6 +126,13 @@ def _read_file(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error}); download it again") from error
+    with path.open("rb") as file:
+        start = file.read(20)
+    if start and not start.startswith((b"PK", b"\x80")):
+        raise ValueError(
+            f"{path}: not a checkpoint file: it begins with {start!r}, as a web page or a pointer file would; download "
+            "it again"
+        )
     try:
         # Scripts store their argparse arguments, which are plain data. Nothing else that is not a tensor may come in.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -133,7 +144,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"{path}: holds {what}, which only its own code could read; refused, because that would run whatever is "
             "in the file. Save its state dict alone, best as safetensors"
         ) from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except Exception as error:  # damaged files make torch raise nearly anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path}: not a whole checkpoint file ({reason}); download it again") from error
     if not isinstance(content, dict):
@@ -145,7 +156,9 @@ def _read_diffusers_folder(path: Path, weights: Literal["ema", "raw"] | None) ->
     folder = path / "transformer" if (path / "transformer/config.json").is_file() else path
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(config, dict):
+            raise ValueError("not a config")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no readable config.json of a {DIFFUSERS_CLASS} in it or in transformer/") from error
     if config.get("_class_name") != DIFFUSERS_CLASS:
         raise ValueError(f"{folder / 'config.json'}: of class {config.get('_class_name')}, expected {DIFFUSERS_CLASS}")
@@ -156,15 +169,17 @@ def _read_diffusers_folder(path: Path, weights: Literal["ema", "raw"] | None) ->
     if found is None:
         raise ValueError(f"{folder}: neither {files[0].name} nor {files[1].name} in it")
     notes = ("a folder of diffusers; whether EMA or raw weights it does not say",)
-    return Source(found, _read_file(found), "unknown", config=config, class_names=_id2label(path), notes=notes)
+    tensors = _read_file(found)
+    _require_tensors(tensors, found)
+    return Source(found, tensors, "unknown", config=config, class_names=_id2label(path), notes=notes)
 
 
 def _id2label(pipeline: Path) -> tuple[str, ...] | None:
     """Class names of a diffusers pipeline, in label order."""
     try:
-        labels = json.loads((pipeline / "model_index.json").read_text()).get("id2label")
-    except (OSError, json.JSONDecodeError):
+        labels = json.loads((pipeline / "model_index.json").read_text())["id2label"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not labels:
+    if not isinstance(labels, dict) or not labels:
         return None
     return tuple(str(labels[str(index)]) for index in range(len(labels)) if str(index) in labels)

@@ -18,6 +18,7 @@ from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS, bet
 from vcagen.samplers.checks import require_finite
 
 Steps = Annotated[int, Field(ge=2, le=NUM_TRAIN_TIMESTEPS)]
+SolverSteps = Annotated[int, Field(ge=2, lt=NUM_TRAIN_TIMESTEPS)]  # at 1000 a timestep would come twice
 
 
 class DDPMConfig(BaseModel, extra="forbid", frozen=True):
@@ -55,14 +56,14 @@ class DPMSolverConfig(BaseModel, extra="forbid", frozen=True):
     """DPM-Solver++ (arXiv 2211.01095), second order, multistep; `num_steps` model calls."""
 
     name: Literal["dpm_solver"] = "dpm_solver"
-    num_steps: Steps = 20
+    num_steps: SolverSteps = 20
 
 
 class UniPCConfig(BaseModel, extra="forbid", frozen=True):
     """UniPC (arXiv 2302.04867), second order; `num_steps` model calls."""
 
     name: Literal["unipc"] = "unipc"
-    num_steps: Steps = 20
+    num_steps: SolverSteps = 20
 
 
 DiffusionSamplerConfig = DDPMConfig | DDIMConfig | DPMSolverConfig | UniPCConfig
