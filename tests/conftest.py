@@ -4,6 +4,8 @@ from pathlib import Path
 
 # One thread: the same sums in every test and process, and no contention between test processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The hub is not asked: what tests need they make.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

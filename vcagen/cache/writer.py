@@ -212,6 +212,8 @@ def build_cache(
 def prepare_cache(cache: Path, plan: Plan) -> None:
     """Writes the plan of a new cache, or proves that the folder holds a part of the same one.
 
+    Half-written shards of a process that was killed go; call it in one process, before any writes.
+
     Raises:
         ValueError: it holds another cache; each difference is shown.
     """
@@ -231,6 +233,8 @@ def prepare_cache(cache: Path, plan: Plan) -> None:
     ]
     if differences:
         raise ValueError(f"{cache}: holds another cache: {'; '.join(differences)}; choose another folder")
+    for half in (cache / SHARD_FOLDER).glob(".*"):
+        half.unlink()
 
 
 def _build_shard(
