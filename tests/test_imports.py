@@ -88,10 +88,12 @@ CONVERT = ["-m", "vcagen.conversion"]
 GRAFT = [*CONVERT, "graft"]
 BUILD = ["-m", "vcagen.cache", "build"]
 MEASURE = ["-m", "vcagen.benchmark", "data"]
+DRAW = ["-m", "vcagen.curves"]
 
 
 @pytest.mark.parametrize(
-    "command", [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD, MEASURE]
+    "command",
+    [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD, MEASURE, DRAW],
 )
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     result = subprocess.run(

@@ -82,7 +82,7 @@ def save_checkpoint(
     optimizer_tensors: dict[str, torch.Tensor],
     config: RunConfig,
 ) -> Path:
-    """Writes a checkpoint; afterwards all but the newest `train.keep_checkpoints` are deleted.
+    """Writes a checkpoint; afterwards older ones go, but for those that `train` says to keep.
 
     Raises:
         OSError: the disk refused; what was there before is as it was.
@@ -104,8 +104,9 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    for _, old in list_checkpoints(run_dir)[: -config.train.keep_checkpoints]:
-        shutil.rmtree(old, ignore_errors=True)
+    for step, old in list_checkpoints(run_dir)[: -config.train.keep_checkpoints]:
+        if config.train.keep_every is None or step % config.train.keep_every:
+            shutil.rmtree(old, ignore_errors=True)
     return folder
 
 

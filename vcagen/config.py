@@ -60,9 +60,17 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The loop; the defaults are the recipe of the DiT and SiT papers.
 
     Attributes:
+        betas: of AdamW.
+        tf32: lets a GPU multiply float32 matrices in TF32, three digits for speed, as the official scripts do.
+        compile: compiles the transformer's blocks (torch.compile), which pays off in long runs.
+        keep_checkpoints: so many of the newest are kept.
+        keep_every: beside them, those whose step is a multiple of this.
+        resume: `auto` goes on where there is a checkpoint, `must` refuses to start anew, `never` refuses to go on.
         init_from: a pipeline or checkpoint folder whose weights (EMA where it has them) training starts from.
         init_labels: `match`, the label table is taken and the class names must agree; `as_is`, it is taken and the
             classes are the same in another spelling, such as ImageNet's names and folders; `new`, it starts anew.
+        init_positions: for latents of another size: `recompute` the codes, whose whole numbers then run on past those
+            that were trained, or `interpolate` them over the same range. `match` refuses another size.
     """
 
     max_steps: PositiveInt = 400_000
@@ -72,18 +80,24 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     gradient_clip: Annotated[float, Field(gt=0)] | None = None
     ema_decay: Fraction = 0.9999
     label_dropout: Fraction = 0.1
     init_from: FolderName | None = None
     init_labels: Literal["match", "as_is", "new"] = "match"
+    init_positions: Literal["match", "recompute", "interpolate"] = "match"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    tf32: bool = False
+    compile: bool = False
     num_workers: Annotated[int, Field(ge=0)] = 0
     log_every: PositiveInt = 100
     preview_every: PositiveInt = 10_000
     preview_images: PositiveInt = 40
     checkpoint_every: PositiveInt = 10_000
     keep_checkpoints: PositiveInt = 2
+    keep_every: PositiveInt | None = None
+    resume: Literal["auto", "must", "never"] = "auto"
     max_bad_steps: PositiveInt = 10
     trackers: tuple[str, ...] = ("tensorboard",)
 

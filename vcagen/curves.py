@@ -1,28 +1,65 @@
+"""Loss curves of runs in one picture: python -m vcagen.curves runs/a runs/b --out curves.png."""
+
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vcagen.files import written_aside
-from vcagen.metrics import read_metrics
+from vcagen.commands import exit_code
 
 
-def plot_losses(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draws the losses of runs over their steps into one PNG: every logged mean, faint, and a centred running mean."""
-    # A figure of its own, not pyplot: no display and no global state.
+def plot_losses(run_dirs: Sequence[Path], out: Path, column: str = "loss") -> None:
+    """Draws a column of runs over their steps into one PNG: every logged mean, faint, and a centred running mean.
+
+    Raises:
+        ValueError: a run has no metrics, or not that column.
+    """
+    # Imported here, so that --help does not wait; a figure of its own, not pyplot: no display and no global state.
     from matplotlib.figure import Figure
+
+    from vcagen.files import written_aside
+    from vcagen.metrics import read_metrics
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for color, run_dir in enumerate(run_dirs):
-        rows = read_metrics(run_dir / "metrics.jsonl")
+        path = run_dir / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{path}: missing; expected a run folder")
+        rows = read_metrics(path)
+        if rows and column not in rows[-1]:
+            raise ValueError(f"{path}: no column {column!r}; there are {', '.join(rows[-1])}")
         steps = [row["step"] for row in rows]
-        losses = [row["loss"] for row in rows]
-        half = min(5, len(losses) // 20)
-        windows = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+        values = [row[column] for row in rows]
+        half = min(5, len(values) // 20)
+        windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
         smooth = [sum(window) / len(window) for window in windows]
-        axes.plot(steps, losses, color=f"C{color}", alpha=0.3, linewidth=1)
-        axes.plot(steps, smooth, color=f"C{color}", label=f"{run_dir.name}, mean of {2 * half + 1} rows")
-    axes.set(xlabel="step", ylabel="loss")
+        axes.plot(steps, values, color=f"C{color % 10}", alpha=0.3, linewidth=1)
+        axes.plot(steps, smooth, color=f"C{color % 10}", label=f"{run_dir.name}, mean of {2 * half + 1} rows")
+    axes.set(xlabel="step", ylabel=column)
     axes.grid(alpha=0.3)
     axes.legend()
     with written_aside(out) as aside:
         figure.savefig(aside)
+
+
+def main() -> int:
+    """Exit codes: 0 done; 1 it cannot be done, with the reason in one line; 130 Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m vcagen.curves", description="Draw curves of runs in one PNG.")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--column", default="loss", help="of metrics.jsonl: loss, gradient_norm, ... (default: loss)")
+    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="PNG to write (default: curves.png)")
+    arguments = parser.parse_args()
+
+    def run() -> None:
+        from vcagen.files import require_file_name
+
+        require_file_name(arguments.out)
+        plot_losses(arguments.runs, arguments.out, arguments.column)
+        print(f"{arguments.out}: {arguments.column} of {len(arguments.runs)} runs")
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

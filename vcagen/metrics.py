@@ -19,11 +19,22 @@ class LossWindow:
         self.sums: dict[str, torch.Tensor] = {}
         self.num_samples = 0
         self.num_steps = 0
-        self.seconds = 0.0
+        self.num_bad_steps = 0
+        self.seconds = self.data_seconds = 0.0
         self.gradient_norm = torch.zeros(())
 
-    def add(self, micro_batches: list[dict[str, torch.Tensor]], gradient_norm: torch.Tensor, seconds: float) -> None:
-        """Adds one update: losses and parts, (B,) each, of its micro-batches, and the time it took."""
+    def add_bad_step(self) -> None:
+        """Counts an update that was skipped because it was not finite."""
+        self.num_bad_steps += 1
+
+    def add(
+        self,
+        micro_batches: list[dict[str, torch.Tensor]],
+        gradient_norm: torch.Tensor,
+        seconds: float,
+        data_seconds: float,
+    ) -> None:
+        """Adds one update: losses and parts, (B,) each, of its micro-batches, the time it took and waited for data."""
         for parts in micro_batches:
             for name, values in parts.items():
                 total = values.detach().double().sum()
@@ -31,12 +42,14 @@ class LossWindow:
             self.num_samples += len(parts["loss"])
         self.num_steps += 1
         self.seconds += seconds
+        self.data_seconds += data_seconds
         self.gradient_norm = gradient_norm.detach()
 
     def close(self, step: int, learning_rate: float) -> dict[str, Any]:
         """The row for `step`, and a new window; call it on every process.
 
-        Losses are means over the window, `gradient_norm` is the last update's, before clipping.
+        Losses are means over the window, `gradient_norm` is the last update's, before clipping; `bad_steps` were
+        skipped in the window; times are this process's, per step.
         """
         names = sorted(self.sums)
         device = self.accelerator.device
@@ -47,8 +60,13 @@ class LossWindow:
             **{name: total / count for name, total in zip(names, totals, strict=True)},
             "learning_rate": learning_rate,
             "gradient_norm": float(self.gradient_norm),
+            "bad_steps": self.num_bad_steps,
             "steps_per_second": self.num_steps / self.seconds,
+            "images_per_second": count / self.seconds,
+            "data_seconds": self.data_seconds / self.num_steps,
         }
+        if device.type == "cuda":
+            row["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         self._start()
         return row
 

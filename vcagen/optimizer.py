@@ -24,7 +24,7 @@ def build_optimizer(model: DiffusionTransformer, config: TrainConfig) -> torch.o
         {"params": [p for p in trained if id(p) in decayed], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
 class OptimizerTensors:

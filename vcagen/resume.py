@@ -19,6 +19,7 @@ RESUMABLE_KEYS = (
     "model.gradient_checkpointing",
     "train.init_from",  # read at the start alone
     "train.init_labels",
+    "train.init_positions",
     "train.max_steps",
     "train.gradient_accumulation_steps",
     "train.num_workers",
@@ -27,6 +28,9 @@ RESUMABLE_KEYS = (
     "train.preview_images",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.keep_every",
+    "train.resume",
+    "train.compile",
     "train.max_bad_steps",
     "train.trackers",
 )

@@ -82,6 +82,14 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         stack.enter_context(locked(folder))
     accelerator.wait_for_everyone()
     found = checkpoints.list_checkpoints(folder)
+    if config.train.resume == "must" and not found:
+        raise ValueError(
+            f"{folder}: train.resume=must, but there is no checkpoint to go on from; use auto to start anew"
+        )
+    if config.train.resume == "never" and found:
+        raise ValueError(
+            f"{folder}: train.resume=never, but {found[-1][1].name} is there; choose another run_dir, or auto to go on"
+        )
     if accelerator.is_main_process:
         # Two sets of weights and two of moments, in every checkpoint that is still to come.
         new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
@@ -99,6 +107,10 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         + (f", going on from step {first_step}" if first_step else "")
         + (f", starting from the weights of {config.train.init_from}" if config.train.init_from and not found else "")
     )
+    if config.train.tf32:
+        torch.set_float32_matmul_precision("high")
+    if config.train.compile:
+        raw_model.compile_repeated_blocks()  # in place, so no name changes
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
     if accelerator.scaler is not None and scaler_state:

@@ -28,6 +28,11 @@ def normal(like: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.T
     return randn_tensor(like.shape, generator=list(generators), device=like.device, dtype=torch.float32)
 
 
+def standard_normal(generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
+    """One standard normal number per generator: (B,) float32."""
+    return torch.cat([torch.randn(1, generator=generator) for generator in generators]).to(device)
+
+
 def uniform(generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
     """One uniform number in [0, 1) per generator: (B,) float32."""
     return torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(device)

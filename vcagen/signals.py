@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how schedulers announce a pre-emption
 
 
 class Interrupted(Exception):
@@ -25,7 +25,7 @@ def leave_signals_to_the_main_process(_: int) -> None:
 
 
 class StopSignal:
-    """The number of the SIGINT or SIGTERM that came, 0 if none did."""
+    """The number of the signal that came, 0 if none did."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -46,7 +46,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def stop_signal(accelerator: Accelerator) -> Iterator[StopSignal]:
-    """Within the block SIGINT and SIGTERM only leave their number."""
+    """Within the block the handled signals only leave their number."""
     stop = StopSignal(accelerator)
     before = {number: signal.signal(number, stop.remember) for number in HANDLED}
     try:

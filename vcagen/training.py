@@ -127,7 +127,9 @@ def _loop(run: Run, first_step: int) -> None:
                 if (saves or step % config.log_every == 0) and window.num_samples:
                     row = window.close(step, learning_rate(config, step - 1))
                     metrics.write(row)
-                    bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
+                    rates = {"loss": f"{row['loss']:.4f}", "images/s": f"{row['images_per_second']:.0f}"}
+                    rates |= {"memory": f"{row['memory_gb']:.1f} GB"} if "memory_gb" in row else {}
+                    bar.set_postfix(rates, refresh=False)
                 if accelerator.is_main_process:
                     is_saved = saves and _save(run, step)
                     if is_last or step % config.preview_every == 0:
@@ -194,10 +196,13 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
     started = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step - 1)
+    data_seconds = 0.0
     bad_samples: list[int] = []
     losses: list[dict[str, torch.Tensor]] = []
     for remaining in reversed(range(config.gradient_accumulation_steps)):
+        asked = time.perf_counter()
         items, labels, indices, steps, positions = next(batches)
+        data_seconds += time.perf_counter() - asked
         generators = [
             training_generator(run.config.seed, int(s), int(p)) for s, p in zip(steps, positions, strict=True)
         ]
@@ -216,8 +221,9 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
     run.optimizer.zero_grad()
     if is_good:
         run.ema.update_parameters(run.raw_model)
-        window.add(losses, norm, time.perf_counter() - started)
+        window.add(losses, norm, time.perf_counter() - started, data_seconds)
     else:
+        window.add_bad_step()
         what = f"the loss of samples {bad_samples}" if bad_samples else "the gradient"
         tqdm.write(f"step {step}: {what} is not finite; update skipped", file=sys.stderr)
     return is_good

@@ -25,6 +25,15 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--steps", type=int, default=2, help="training steps of SiT-S/2 at batch 32; 0 leaves them out")
     data.add_argument("--memory", action="store_true", help="also build caches of 1,000 and 100,000 small images")
     data.add_argument("--json", type=Path, help="write the result here")
+    soak = commands.add_parser(
+        "soak",
+        help="kill and restart training at random moments",
+        description="Train tiny models while killing them at random moments, in one process and in two, on a disk that "
+        "refuses now and then, and compare with runs that nothing stopped, bit for bit.",
+    )
+    soak.add_argument("--minutes", type=float, default=20, help="how long to go on starting runs (default: 20)")
+    soak.add_argument("--seed", type=int, default=0, help="of the moments")
+    soak.add_argument("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 
@@ -34,9 +43,14 @@ def main() -> int:
 
     def run() -> None:
         # Imported here, so that --help does not wait for torch.
-        from vcagen.benchmark.data import benchmark_data
+        if arguments.command == "data":
+            from vcagen.benchmark.data import benchmark_data
 
-        benchmark_data(arguments)
+            benchmark_data(arguments)
+        else:
+            from vcagen.benchmark.soak import soak
+
+            soak(arguments)
 
     return exit_code(run)
 

@@ -1,9 +1,9 @@
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from vcagen.callables import Model
 from vcagen.noise_schedule import NUM_TRAIN_TIMESTEPS
@@ -13,9 +13,15 @@ from vcagen.seeds import normal, uniform
 
 
 class DiffusionConfig(BaseModel, extra="forbid", frozen=True):
-    """DiT's diffusion (arXiv 2212.09748): 1000 steps, linear betas 1e-4 to 0.02, epsilon and learned-range variance."""
+    """DiT's diffusion (arXiv 2212.09748): 1000 steps, linear betas 1e-4 to 0.02, epsilon and learned-range variance.
+
+    Attributes:
+        min_snr_gamma: weighs the epsilon loss by min(SNR, gamma) / SNR (arXiv 2303.09556, for epsilon), which keeps
+            nearly clean timesteps from dominating; the paper's gamma is 5. None weighs all alike, as DiT.
+    """
 
     name: Literal["diffusion"] = "diffusion"
+    min_snr_gamma: Annotated[float, Field(gt=0)] | None = None
 
 
 class DiffusionObjective:
@@ -70,6 +76,9 @@ class DiffusionObjective:
         assert output.shape[1] == 2 * latents.shape[1], "diffusion needs learn_sigma"
         epsilon, variance = output.chunk(2, dim=1)
         mse = mean_per_sample((epsilon - noise) ** 2)
+        if self.config.min_snr_gamma is not None:
+            snr = (self.alphas_cumprod / (1 - self.alphas_cumprod)).to(mse)[timesteps]
+            mse = mse * snr.clamp(max=self.config.min_snr_gamma) / snr
         # The bound trains the variance alone: epsilon is detached (arXiv 2102.09672, section 3.1).
         vb = self._variational_bound(latents, x_t, timesteps, epsilon.detach(), variance)
         return ObjectiveOutput(mse + vb, {"mse": mse, "vb": vb})

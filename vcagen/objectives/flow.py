@@ -1,17 +1,17 @@
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vcagen import interpolants
 from vcagen.callables import Model
 from vcagen.interpolants import Path, Prediction
 from vcagen.objectives.output import ObjectiveOutput, mean_per_sample
-from vcagen.seeds import normal, uniform
+from vcagen.seeds import normal, standard_normal, uniform
 
 
-class FlowConfig(BaseModel, extra="forbid", frozen=True):
+class FlowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The interpolant objective of SiT (arXiv 2401.08740).
 
     Attributes:
@@ -19,12 +19,19 @@ class FlowConfig(BaseModel, extra="forbid", frozen=True):
         prediction: what the model returns.
         loss_weight: for noise and score: none, `velocity` (drift_variance / sigma)^2, or `likelihood`
             drift_variance / sigma^2.
+        timestep_sampling: how training draws times: `uniform`, as SiT; `logit_normal`, the sigmoid of a normal number
+            (arXiv 2403.03206, section 3.1), which favours the middle.
+        logit_mean: of that normal number; above 0 favours times near data.
+        logit_std: its standard deviation.
     """
 
     name: Literal["flow"] = "flow"
     path: Path = "Linear"
     prediction: Prediction = "velocity"
     loss_weight: Literal["none", "velocity", "likelihood"] = "none"
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    logit_mean: float = 0.0
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
     def _weight_needs_noise_or_score(self) -> "FlowConfig":
@@ -44,7 +51,7 @@ class FlowObjective:
     def loss(
         self, model: Model, latents: torch.Tensor, labels: torch.Tensor, generators: Sequence[torch.Generator]
     ) -> ObjectiveOutput:
-        """Loss at a uniform random time, with fresh noise.
+        """Loss at a random time, with fresh noise.
 
         Args:
             model: called once, with times (B,) in [0, 1], 0 = noise, fed unscaled.
@@ -53,7 +60,12 @@ class FlowObjective:
             generators: one per sample; each draws a time, then the noise.
         """
         start, end = interpolants.time_interval(self.config.path, self.config.prediction, training=True)
-        timesteps = start + (end - start) * uniform(generators, latents.device)
+        if self.config.timestep_sampling == "uniform":
+            times = uniform(generators, latents.device)
+        else:
+            drawn = standard_normal(generators, latents.device)
+            times = torch.sigmoid(self.config.logit_mean + self.config.logit_std * drawn)
+        timesteps = start + (end - start) * times
         return self.loss_at(model, latents, labels, timesteps, normal(latents, generators))
 
     def loss_at(
