@@ -22,7 +22,7 @@ from vcagen.checkpoint import list_checkpoints
 from vcagen.files import write_json
 from vcagen.metrics import read_metrics
 
-STEPS = 300
+STEPS = 600
 CONFIG = f"""
 data: {{name: digits}}
 model: {{variant: SiT-tiny/2, hidden_size: 32, depth: 2, num_heads: 2, attention: {{name: vca}}}}
@@ -118,7 +118,7 @@ def _break_until_finished(
         process = _start(config, run_dir, processes, _limit_files if is_full else None)
         counts[str(processes)] += 1
         # Most of a leg is start-up; the kill comes anywhere from there to well into training.
-        patience = chance.uniform(3.0, 7.0) + 3.0 * (processes - 1)
+        patience = chance.uniform(2.5, 6.0) + 2.0 * (processes - 1)
         try:
             code = process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
