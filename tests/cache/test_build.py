@@ -120,7 +120,7 @@ def test_from_odd_files_to_decoded_samples(tmp_path: Path, vae: Path) -> None:
     cache = tmp_path / "cache"
     strict = run_cache(*arguments(tree, cache, vae))
     assert strict.returncode == 1
-    assert "3 of 76 images are bad: repair or remove them, or go on without them by --on-bad skip" in strict.stderr
+    assert "3 of 76 images are bad: repair them, or go on without them by --on-bad skip" in strict.stderr
     for name in ("3/colour-half.jpg: image file is truncated", "3/gray-empty.png: empty", "3/gray-text.png: empty"):
         assert name in strict.stderr
     assert not (cache / "manifest.json").exists()
@@ -341,3 +341,48 @@ def test_classes_that_changed_are_refused_at_resume(tmp_path: Path) -> None:
     build(tree, tmp_path / "fewer", IdentityAutoencoder(), image_size=8)
     with pytest.raises(ValueError, match="class 3 was '3' in training, but is '4' in the data now"):
         train(tiny_config(tmp_path / "run", *settings, f"data.root={tmp_path}/fewer", "train.max_steps=2"))
+
+
+def test_repaired_images_are_read_again_after_a_skipping_build(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", num_classes=2, images=2)
+    good = {path: path.read_bytes() for path in (tree / "1").iterdir()}
+    for path in good:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no readable image is left in class 1"):
+        build(tree, tmp_path / "cache", IdentityAutoencoder(), on_bad="skip")
+    for path, content in good.items():
+        path.write_bytes(content)
+    assert build(tree, tmp_path / "cache", IdentityAutoencoder(), on_bad="skip").count == 4
+
+
+def test_classes_without_images_are_no_loss(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", num_classes=2, images=2)
+    tars = write_tars(tree, tmp_path / "tars", parts=1)
+    names = ("a", "b", "c", "d")
+    assert build(tars, tmp_path / "cache", IdentityAutoencoder(), on_bad="skip", names=names).plan.class_names == names
+
+
+def test_what_a_kill_after_the_manifest_left_is_tidied(tmp_path: Path, cache: Path, tree: Path) -> None:
+    (cache / "shards/00000.json").write_text("{}")
+    (cache / "plan.json").write_text("{}")
+    build(tree, cache, IdentityAutoencoder())
+    assert not (cache / "plan.json").exists()
+    verify_cache(cache)
+
+
+def test_a_finished_cache_that_was_damaged_is_not_called_done(cache: Path, tree: Path) -> None:
+    shard_path(cache, 1).unlink()
+    with pytest.raises(ValueError, match=r"00001.safetensors: missing or damaged; delete .*manifest.json and run"):
+        build(tree, cache, IdentityAutoencoder())
+    (cache / "manifest.json").unlink()
+    build(tree, cache, IdentityAutoencoder())
+    verify_cache(cache)
+
+
+def test_a_cache_in_its_own_source_is_refused(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", num_classes=1, images=1)
+    for target in (tree, tree / "out"):
+        result = run_cache("build", tree, target, "--image-size", 64, "--autoencoder", "identity")
+        assert result.returncode == 1
+        assert "lies in the source" in result.stderr
+    assert sorted(path.name for path in tree.rglob("*")) == ["0", "0.png"]

@@ -80,3 +80,33 @@ def test_sources_that_are_none(tmp_path: Path, tree: Path) -> None:
     datasets.Dataset.from_dict({"picture": [1], "label": [0]}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"columns are picture, label; expected one of image, .* and one of label"):
         open_source(str(tmp_path / "a.parquet"))
+
+
+def test_a_damaged_tar_loses_nothing_in_silence(tree: Path, tmp_path: Path) -> None:
+    path = write_tars(tree, tmp_path / "tars", parts=1) / "part-0.tar"
+    content = path.read_bytes()
+    with tarfile.open(path) as archive:
+        middle = archive.getmembers()[20].offset
+    flipped = bytearray(content)
+    flipped[middle + 3] ^= 0xFF
+    for damaged in (content[:middle], content[: middle + 100], bytes(flipped)):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"part-0.tar: not a whole, uncompressed tar file"):
+            open_source(str(path))
+
+
+def test_parquet_splits_are_not_mixed(tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        rows = {"image": [{"bytes": b"x", "path": None}] * count, "label": [0] * count}
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    assert len(open_source(str(tmp_path)).records) == 3
+    assert len(open_source(str(tmp_path), split="test").records) == 2
+    with pytest.raises(ValueError, match="no parquet files of split bogus"):
+        open_source(str(tmp_path), split="bogus")
+
+
+@pytest.mark.parametrize("label", ["cat", 1.5, None])
+def test_labels_must_be_whole_numbers(tmp_path: Path, label: object) -> None:
+    datasets.Dataset.from_dict({"image": [b"x"], "label": [label]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"column label: .* is not a class number"):
+        open_source(str(tmp_path / "a.parquet"))

@@ -1,6 +1,7 @@
 """Trains tiny models while killing them at random moments, and compares with runs that nothing stopped."""
 
 import argparse
+import contextlib
 import os
 import random
 import resource
@@ -62,7 +63,7 @@ def soak(arguments: argparse.Namespace) -> None:
             config.write_text(f"run_dir: {folder}/unused\nseed: {seed}\n{CONFIG}")
             straight, broken = folder / f"straight-{seed}", folder / f"broken-{seed}"
             _finish(config, straight)
-            _break_until_finished(config, broken, chance, counts, bar.update)
+            _break_until_finished(config, broken, chance, counts, bar.update, ends)
             counts["runs finished"] += 1
             differences += _differences(straight, broken)
     result: dict[str, Any] = {
@@ -108,22 +109,28 @@ def _finish(config: Path, run_dir: Path) -> None:
 
 
 def _break_until_finished(
-    config: Path, run_dir: Path, chance: random.Random, counts: Counter[str], tell: Callable[[], Any]
+    config: Path,
+    run_dir: Path,
+    chance: random.Random,
+    counts: Counter[str],
+    tell: Callable[[], Any],
+    ends: float,
 ) -> None:
     """Legs of one or two processes, each killed after a random time, until one ends by itself."""
     for leg in range(10_000):
         processes = chance.choice(list(LAYOUTS))
-        is_full = leg % 7 == 3
+        is_last = time.monotonic() > ends  # the time is up: nothing stops this leg
+        is_full = leg % 7 == 3 and not is_last
         before = _newest_step(run_dir)
         process = _start(config, run_dir, processes, _limit_files if is_full else None)
         counts[str(processes)] += 1
         # Most of a leg is start-up; the kill comes anywhere from there to well into training.
         patience = chance.uniform(2.5, 6.0) + 2.0 * (processes - 1)
         try:
-            code = process.wait(timeout=patience)
+            code = process.wait(timeout=None if is_last else patience)
         except subprocess.TimeoutExpired:
             reached = _logged_step(run_dir)
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_all(run_dir)
             process.wait()
             counts["kills survived"] += 1
             counts["full disks survived"] += is_full
@@ -136,6 +143,15 @@ def _break_until_finished(
             raise ValueError(f"a leg ended with exit code {code}:\n{run_dir.with_suffix('.log').read_text()[-2000:]}")
         counts["full disks survived"] += 1
     raise ValueError("no leg finished the run")
+
+
+def _kill_all(run_dir: Path) -> None:
+    """Kills every process of a run at once; torchrun's workers are not in its process group (Linux)."""
+    mark = f"run_dir={run_dir}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _limit_files() -> None:

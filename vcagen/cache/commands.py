@@ -26,6 +26,7 @@ def build(arguments: argparse.Namespace) -> None:
     for name in ("image_size", "batch_size", "threads", "shard_size"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    _require_apart(Path(arguments.source), arguments.cache)
     process = PartialState(cpu=not torch.accelerator.is_available())
     names = None if arguments.class_names is None else read_class_names(arguments.class_names)
     source = open_source(arguments.source, arguments.kind, arguments.split, names)
@@ -42,6 +43,7 @@ def build(arguments: argparse.Namespace) -> None:
         image_shape=image_shape,
         latent_shape=autoencoder.latent_shape(image_shape),
         mirrored=not arguments.no_mirror,
+        batch_size=arguments.batch_size,
         shard_size=arguments.shard_size,
         num_records=len(source.records),
         listing_sha256=listing_sha256(source.records),
@@ -64,6 +66,7 @@ def import_latents(arguments: argparse.Namespace) -> None:
     """Imports someone else's latents into a cache."""
     if arguments.shard_size < 1:
         raise ValueError("--shard-size must be at least 1")
+    _require_apart(arguments.source, arguments.cache)
     process = PartialState(cpu=not torch.accelerator.is_available())
     config, autoencoder = _autoencoder(arguments, process)
     latents = ImportedLatents(arguments.source, arguments.layout, autoencoder)
@@ -108,6 +111,13 @@ def verify(arguments: argparse.Namespace) -> None:
     print(
         f"{arguments.cache}: whole; {manifest.count} images in {len(manifest.shards)} shards, every sha256 as written"
     )
+
+
+def _require_apart(source: Path, cache: Path) -> None:
+    """A cache in the folder of its images would become one of its classes."""
+    folder = source.resolve()
+    if folder.is_dir() and (cache.resolve() == folder or folder in cache.resolve().parents):
+        raise ValueError(f"{cache}: lies in the source {source}; choose a folder outside of it")
 
 
 def _autoencoder(arguments: argparse.Namespace, process: PartialState) -> tuple[Any, Autoencoder]:

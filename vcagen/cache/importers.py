@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vcagen.autoencoder import Autoencoder
-from vcagen.cache.sources import Record
+from vcagen.cache.sources import Record, whole_label
 from vcagen.cache.writer import Moments
 
 Layout = Literal["fast-dit", "repa", "lightningdit", "edm2"]
@@ -112,8 +112,7 @@ def _fast_dit(root: Path) -> Found:
     named = {path.name: path for path in labels.glob("*.npy") if not path.name.startswith(".")}
     _require_partners(images.keys(), named.keys(), features[0], labels)
     found: list[tuple[Record, Read]] = [
-        (Record(int(_load(named[name]).reshape(-1)[0]), name), functools.partial(_load_one, path))
-        for name, path in images.items()
+        (Record(_label_in(named[name]), name), functools.partial(_load_one, path)) for name, path in images.items()
     ]
     return found, ["each image has one draw of its posterior and one random flip, for good"]
 
@@ -122,7 +121,7 @@ def _repa(root: Path) -> Found:
     folder = root / "vae-sd" if (root / "vae-sd").is_dir() else root
     try:
         pairs = json.loads((folder / "dataset.json").read_text())["labels"]
-        labels = {str(name): int(label) for name, label in pairs}
+        labels = {str(name): whole_label(label, f"{folder / 'dataset.json'}: {name}") for name, label in pairs}
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'dataset.json'}: no list of names and labels can be read from it") from error
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.npy") if path.name[0] != "."}
@@ -148,7 +147,10 @@ def _lightningdit(root: Path) -> Found:
         if counts != [len(labels)] * 2:
             raise ValueError(f"{path}: {counts[0]} latents, {counts[1]} mirrored, {len(labels)} labels; must be equal")
         found += [
-            (Record(int(label), f"{path.name}:{row:06d}"), functools.partial(_rows, path, row))
+            (
+                Record(whole_label(label, f"{path}: labels"), f"{path.name}:{row:06d}"),
+                functools.partial(_rows, path, row),
+            )
             for row, label in enumerate(labels)
         ]
     if not found:
@@ -161,12 +163,22 @@ def _rows(path: Path, row: int) -> list[np.ndarray]:
         return [file.get_slice(name)[row] for name in ("latents", "latents_flip")]
 
 
+def _label_in(path: Path) -> int:
+    values = _load(path)
+    if not isinstance(values, np.ndarray) or values.size != 1:
+        raise ValueError(f"{path}: expected one label")
+    return whole_label(values.reshape(-1)[0].item(), str(path))
+
+
 def _load_one(path: Path) -> list[np.ndarray]:
     return [_load(path)]
 
 
 def _load(path: Path) -> np.ndarray:
-    return np.load(path, allow_pickle=False)
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not a whole .npy file") from error
 
 
 def _require_partners(images: Set[str], labels: Set[str], where: Path, label_place: Path) -> None:

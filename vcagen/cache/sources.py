@@ -16,6 +16,10 @@ LABEL_COLUMNS = ("label", "labels", "cls", "class")
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp")
 
 
+SPLITS = ("train", "test", "validation")  # how the hub names parquet files
+MOST_CLASSES = 100_000  # without names; more is a column of something else
+
+
 class Record(NamedTuple):
     """An image of a source; records are ordered by label, then key, whatever they come from."""
 
@@ -131,7 +135,7 @@ class DatasetsSource:
         self.image = image
         feature = self.dataset.features[label]
         names = class_names or (tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None)
-        labels = [int(value) for value in self.dataset[label]]
+        labels = [whole_label(value, f"{name}: column {label}") for value in self.dataset[label]]
         keys = self._keys(columns)
         if len(set(keys)) != len(keys):
             raise ValueError(f"{name}: a key comes twice; keys must be unique")
@@ -152,8 +156,12 @@ class DatasetsSource:
         value: Any = self.dataset[self.rows[position]][self.image]
         if isinstance(value, bytes):
             return value
-        content = value.get("bytes")
-        return content if content is not None else Path(value["path"]).read_bytes()
+        stored = value if isinstance(value, dict) else {}
+        if stored.get("bytes") is not None:
+            return stored["bytes"]
+        if stored.get("path") is None:
+            raise ValueError(f"{self.records[position].key}: no image in this row")
+        return Path(stored["path"]).read_bytes()
 
 
 def open_source(
@@ -200,6 +208,10 @@ def _load_dataset(name: str, split: str) -> Any:
         if (path / "dataset_info.json").is_file():
             return datasets.load_from_disk(name)
         files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+        if any(file.name.startswith(SPLITS) for file in files) and not path.is_file():
+            files = [file for file in files if file.name.startswith(split)]
+            if not files:
+                raise ValueError(f"no parquet files of split {split}")
         if files:
             return datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
         return datasets.load_dataset(name, split=split)
@@ -211,13 +223,20 @@ def _load_dataset(name: str, split: str) -> Any:
 def _scan_tar(path: Path) -> Any:
     """(name, place, content of .cls files) of every visible file in a tar."""
     try:
+        end = 0
         with tarfile.open(path, "r:") as archive:
             for info in archive:
+                end = info.offset_data + -(-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 name = re.sub(r"^(\./)+", "", info.name)
                 if not info.isfile() or any(part.startswith(".") for part in name.split("/")):
                     continue
                 member = archive.extractfile(info) if name.endswith(".cls") else None
                 yield name, _Member(path, info.offset_data, info.size), member.read() if member else b""
+        # A damaged header looks like the end to tarfile; a whole archive has zeros there.
+        with path.open("rb") as file:
+            file.seek(end)
+            if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                raise tarfile.TarError(f"it breaks off or is damaged at byte {end}")
     except (tarfile.TarError, OSError) as error:
         raise ValueError(f"{path}: not a whole, uncompressed tar file ({error})") from error
 
@@ -246,4 +265,16 @@ def _names_for(records: Sequence[Record], names: tuple[str, ...] | None, source:
     if lowest < 0 or (names is not None and highest >= len(names)):
         many = "no names" if names is None else f"{len(names)} class names"
         raise ValueError(f"{source}: labels from {lowest} to {highest}, but there are {many}; labels start at 0")
+    if names is None and highest >= MOST_CLASSES:
+        raise ValueError(f"{source}: labels up to {highest} are no class numbers; number the classes from 0")
     return names or tuple(str(label) for label in range(highest + 1))
+
+
+def whole_label(value: Any, where: str) -> int:
+    """A label as a whole number; a `ValueError` that says where for text, fractions and nothing."""
+    try:
+        if value is None or isinstance(value, str) or float(value) != int(value):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {value!r} is not a class number") from error

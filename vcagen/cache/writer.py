@@ -186,7 +186,11 @@ def build_cache(
         ValueError: images are bad and `on_bad` is `stop` (all are listed, with the way on), or moments are not finite.
     """
     if (cache / MANIFEST_FILE).is_file():
-        return read_manifest(cache)
+        manifest = read_manifest(cache)
+        _require_whole(cache, manifest)
+        if rank == 0:
+            _tidy(cache, plan)
+        return manifest
     mine = range(rank, plan.num_shards, num_processes)
     bar = tqdm(total=plan.num_records, desc="latents", unit="image", disable=rank != 0, smoothing=0.05, mininterval=0.5)
     with bar:
@@ -194,19 +198,32 @@ def build_cache(
             start = number * plan.shard_size
             end = min(start + plan.shard_size, plan.num_records)
             note = _read_note(cache, number)
-            if note is None or note.shard is None:  # bad images may have been repaired since
+            if note is None or note.shard is None or note.bad:  # bad images may have been repaired since
                 note = _build_shard(cache, number, plan, source, start, end, on_bad, bar, num_processes, seconds)
             else:
                 bar.update((end - start) * num_processes)
     wait()
-    manifest = _merge(cache, plan, on_bad)
+    manifest = _merge(cache, plan, source, on_bad)
     wait()  # nobody tidies up while another still reads
     if rank == 0:
         write_json(cache / MANIFEST_FILE, manifest.model_dump(mode="json"))
-        for number in range(plan.num_shards):
-            _note_path(cache, number).unlink()
-        (cache / PLAN_FILE).unlink(missing_ok=True)
+        _tidy(cache, plan)
     return manifest
+
+
+def _tidy(cache: Path, plan: Plan) -> None:
+    for number in range(plan.num_shards):
+        _note_path(cache, number).unlink(missing_ok=True)
+    (cache / PLAN_FILE).unlink(missing_ok=True)
+
+
+def _require_whole(cache: Path, manifest: Manifest) -> None:
+    for number, shard in enumerate(manifest.shards):
+        path = shard_path(cache, number)
+        if not path.is_file() or path.stat().st_size != shard.num_bytes:
+            raise ValueError(
+                f"{path}: missing or damaged; delete {cache / MANIFEST_FILE} and run the same command again"
+            )
 
 
 def prepare_cache(cache: Path, plan: Plan) -> None:
@@ -295,7 +312,7 @@ def _read_note(cache: Path, number: int) -> ShardNote | None:
     return note
 
 
-def _merge(cache: Path, plan: Plan, on_bad: Literal["stop", "skip"]) -> Manifest:
+def _merge(cache: Path, plan: Plan, source: MomentSource, on_bad: Literal["stop", "skip"]) -> Manifest:
     notes = []
     for number in range(plan.num_shards):
         note = _read_note(cache, number)
@@ -308,12 +325,11 @@ def _merge(cache: Path, plan: Plan, on_bad: Literal["stop", "skip"]) -> Manifest
         shown = "\n".join(list(bad.values())[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
         advice = "" if not count and on_bad == "skip" else ", or go on without them by --on-bad skip"
         raise ValueError(
-            f"{len(bad)} of {plan.num_records} images are bad: repair or remove them{advice}; what is done is kept\n"
-            f"{shown}"
+            f"{len(bad)} of {plan.num_records} images are bad: repair them{advice}; what is done is kept\n{shown}"
         )
     used = {label for number in range(plan.num_shards) for label in Shard(shard_path(cache, number)).labels.tolist()}
-    lost = [name for label, name in enumerate(plan.class_names) if label not in used]
-    if lost and bad:
+    lost = [plan.class_names[label] for label in sorted({record.label for record in source.records} - used)]
+    if lost:
         raise ValueError(f"no readable image is left in class {', '.join(lost[:10])}: repair some")
     total = sum(note.num_values for note in notes)
     mean, square, draw = (

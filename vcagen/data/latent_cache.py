@@ -54,6 +54,8 @@ class LatentCache:
         self.shards = [_checked_shard(root, number, self) for number in range(len(self.manifest.shards))]
         self.ends = np.cumsum([record.count for record in self.manifest.shards])
         self.labels = np.concatenate([shard.labels for shard in self.shards])
+        if self.labels.min() < 0 or self.labels.max() >= len(plan.class_names):
+            raise ValueError(f"{root}: labels up to {self.labels.max()}, but {len(plan.class_names)} class names")
         self.root = root
         self.image_shape = plan.image_shape
         self.class_names = plan.class_names

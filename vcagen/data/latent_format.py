@@ -7,8 +7,8 @@ CACHE/
                                   labels    int64 (n,)
                                   key_bytes uint8, key_ends int64 (n,): the keys, UTF-8, one behind the other
 
-The bytes depend on images, keys, labels, autoencoder and crop alone, not on the source's kind or the number of
-processes.
+The bytes depend on images, keys, labels, autoencoder, crop and, in the last bits, the encoder's batch size alone, not
+on the source's kind or the number of processes.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vcagen.autoencoder import AutoencoderConfig
@@ -43,6 +44,7 @@ class Plan(BaseModel, extra="forbid", frozen=True):
         image_shape: (C, H, W) of what was encoded.
         latent_shape: (C, h, w).
         mirrored: whether moments of mirror images are there too.
+        batch_size: images per encoder call, which decides the last bits; 0 for imported latents.
         shard_size: records a shard was planned for; skipped images leave fewer.
         num_records: images of the source.
         listing_sha256: hash of their labels and keys, in order.
@@ -60,6 +62,7 @@ class Plan(BaseModel, extra="forbid", frozen=True):
     image_shape: tuple[int, int, int]
     latent_shape: tuple[int, int, int]
     mirrored: bool
+    batch_size: int = 0
     shard_size: int
     num_records: int
     listing_sha256: str
@@ -134,11 +137,15 @@ def read_manifest(cache: Path) -> Manifest:
         raise ValueError(f"{path}: missing; {what}") from error
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); build the cache again") from error
-    version = content.get("plan", {}).get("format_version") if isinstance(content, dict) else None
+    plan = content.get("plan") if isinstance(content, dict) else None
+    version = plan.get("format_version") if isinstance(plan, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise ValueError(f"{path}: format {version} is newer than this vcagen reads ({FORMAT_VERSION}); update vcagen")
     try:
-        return Manifest.model_validate(content)
+        manifest = Manifest.model_validate(content)
+        if manifest.count != sum(shard.count for shard in manifest.shards) or not manifest.shards:
+            raise ValueError(f"{path}: count {manifest.count} is not the sum over its shards; the manifest is damaged")
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -183,7 +190,10 @@ def write_shard(
     if mirrored is not None:
         tensors["mirrored"] = mirrored.contiguous()
     with written_aside(path) as aside:
-        save_file(tensors, aside, metadata={"format": "vcagen latents"})
+        try:
+            save_file(tensors, aside, metadata={"format": "vcagen latents"})
+        except SafetensorError as error:  # a disk that refuses
+            raise OSError(f"{path}: cannot be written ({error})") from error
         record = ShardRecord(
             count=len(records),
             sha256=file_sha256(aside),
