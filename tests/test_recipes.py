@@ -98,18 +98,6 @@ def test_the_signal_of_schedulers_saves_and_ends(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path)
 
 
-def test_compiled_blocks_train_alike_and_leave_no_trace_in_names(tmp_path: Path) -> None:
-    settings = ["train.max_steps=3", "model.attention.name=mhsa"]
-    train(tiny_config(tmp_path / "plain", *settings))
-    train(tiny_config(tmp_path / "compiled", *settings, "train.compile=true"))
-    first, second = losses(tmp_path / "plain"), losses(tmp_path / "compiled")
-    assert first == pytest.approx(second, rel=1e-5)
-    folders = [list_checkpoints(tmp_path / name)[-1][1] for name in ("plain", "compiled")]
-    ours, theirs = (tensors_of(folder) for folder in folders)
-    assert ours.keys() == theirs.keys()
-    assert not any("_orig_mod" in name for name in theirs)
-
-
 def test_rows_tell_what_a_run_is_doing(tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "train.max_steps=2"))
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

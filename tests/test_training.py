@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 
 from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
-from vcagen import run, training
+from tests.training_parts import at_losses, spoil
+from vcagen import training
 from vcagen.checkpoint import list_checkpoints
+from vcagen.data.order import TrainingOrder
 from vcagen.files import locked
 from vcagen.pipeline_folder import WEIGHTS_FILE
 from vcagen.training import train
@@ -138,16 +140,6 @@ def test_accumulation_changes_no_update(finished: Path, tmp_path: Path) -> None:
         assert accumulated[step] == pytest.approx(plain[step], rel=1e-5)
 
 
-def test_two_processes_train_like_one(finished: Path, tmp_path: Path) -> None:
-    result = run_train(tmp_path, processes=2)
-    assert result.returncode == 0, result.stderr[-2000:]
-    for step, loss in losses(finished).items():
-        assert losses(tmp_path)[step] == pytest.approx(loss, rel=1e-5)
-    for name, tensor in tensors_of(list_checkpoints(tmp_path)[-1][1]).items():
-        assert "module." not in name
-        assert torch.isfinite(tensor).all()
-
-
 def test_printed_loss_is_the_mean_since_the_last_print(finished: Path, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "train.log_every=5"))
     every = losses(finished)
@@ -197,46 +189,23 @@ def test_gradient_checkpointing_changes_no_loss(finished: Path, tmp_path: Path) 
     assert losses(tmp_path) == losses(finished)
 
 
-class NanFrom:
-    """An objective whose loss is not finite in some steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
-        build = run.build_objective
-        step = 0
-
-        def build_broken(config: object) -> object:
-            objective = build(config)  # type: ignore[arg-type]
-            original = objective.loss
-
-            def loss(*arguments: object) -> object:
-                nonlocal step
-                step += 1
-                output = original(*arguments)  # type: ignore[arg-type]
-                if step in bad_steps:
-                    output.loss.data[2] = float("nan")
-                    output.loss.register_hook(lambda gradient: gradient * float("nan"))
-                return output
-
-            objective.loss = loss  # type: ignore[method-assign, assignment]
-            return objective
-
-        monkeypatch.setattr(run, "build_objective", build_broken)
-
-
 def test_lasting_nan_stops_the_run_with_the_last_checkpoint_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    NanFrom(monkeypatch, set(range(6, 1000)))
-    with pytest.raises(ValueError, match=r"step 8: 3 updates in a row were not finite; .*step_0000004"):
+    at_losses(monkeypatch, range(6, 1000), spoil)
+    with pytest.raises(ValueError, match=r"step 8: 3 updates in a row were not finite, .*step_0000004") as error:
         train(tiny_config(tmp_path, "train.max_bad_steps=3"))
-    assert "step 6: the loss of samples [" in capsys.readouterr().err
+    third = TrainingOrder(1797, 0, 8, 8, 0, 1, first_step=5, max_steps=8)
+    named = [batch[2][0] for batch in third]  # of steps 6, 7, 8
+    assert f"step 6: the loss of samples {named[0]} is not finite; update skipped" in capsys.readouterr().err
+    assert f"at last the loss of samples {named[2]};" in str(error.value)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [4]
     for tensor in tensors_of(tmp_path / "checkpoints/step_0000004").values():
         assert torch.isfinite(tensor).all()
 
 
 def test_one_bad_batch_costs_one_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    NanFrom(monkeypatch, {6})
+    at_losses(monkeypatch, {6}, spoil)
     train(tiny_config(tmp_path))
     tensors = tensors_of(tmp_path / "checkpoints/step_0000012")
     assert tensors["optimizer.safetensors:step.x_embedder.proj.bias"] == 11

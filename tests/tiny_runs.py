@@ -54,10 +54,15 @@ def train_command(run_dir: Path, *overrides: str, processes: int = 1) -> list[st
     return [*launcher, "train.py", "configs/demo.yaml", *tiny_overrides(run_dir, *overrides)]
 
 
+def rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The rows of metrics.jsonl by step; every step at most once, and in order."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == sorted({row["step"] for row in found})
+    return {row["step"]: row for row in found}
+
+
 def losses(run_dir: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    return {row["step"]: row["loss"] for row in rows}
+    return {step: row["loss"] for step, row in rows(run_dir).items()}
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:

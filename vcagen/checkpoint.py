@@ -8,6 +8,7 @@
     run.yaml                 the resolved config
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -42,7 +43,7 @@ class CheckpointState(BaseModel, extra="forbid", frozen=True):
     ema_decay: float
     class_names: tuple[str, ...]
     data_fingerprint: str
-    scaler: dict[str, float] | None
+    scaler: dict[str, int | float] | None
     torch_version: str
 
 
@@ -89,7 +90,8 @@ def save_checkpoint(
     """
     folder = run_dir / "checkpoints" / f"step_{state.step:07d}"
     aside = folder.with_name(f".{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    for leftover in folder.parent.glob(".step_*"):  # of a process that was killed while it wrote or removed
+        shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         ema.save_pretrained(aside / TRANSFORMER)
@@ -106,8 +108,16 @@ def save_checkpoint(
         raise
     for step, old in list_checkpoints(run_dir)[: -config.train.keep_checkpoints]:
         if config.train.keep_every is None or step % config.train.keep_every:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
     return folder
+
+
+def _remove(folder: Path) -> None:
+    """Renames, then removes: half a checkpoint is never listed."""
+    going = folder.with_name(f".{folder.name}")
+    with contextlib.suppress(OSError):
+        folder.rename(going)
+        shutil.rmtree(going)
 
 
 def _pipeline_config(config: RunConfig, state: CheckpointState) -> PipelineConfig:

@@ -45,7 +45,7 @@ class LossWindow:
         self.data_seconds += data_seconds
         self.gradient_norm = gradient_norm.detach()
 
-    def close(self, step: int, learning_rate: float) -> dict[str, Any]:
+    def close(self, step: int, learning_rate: float, ema_decay: float) -> dict[str, Any]:
         """The row for `step`, and a new window; call it on every process.
 
         Losses are means over the window, `gradient_norm` is the last update's, before clipping; `bad_steps` were
@@ -59,6 +59,7 @@ class LossWindow:
             "step": step,
             **{name: total / count for name, total in zip(names, totals, strict=True)},
             "learning_rate": learning_rate,
+            "ema_decay": ema_decay,
             "gradient_norm": float(self.gradient_norm),
             "bad_steps": self.num_bad_steps,
             "steps_per_second": self.num_steps / self.seconds,

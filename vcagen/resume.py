@@ -1,4 +1,6 @@
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,14 @@ RESUMABLE_KEYS = (
 )
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint says of the run that goes on: its counters, and the settings that have changed since."""
+
+    state: CheckpointState
+    changes: tuple[str, ...]
+
+
 def resume(
     checkpoint: Path,
     config: RunConfig,
@@ -43,14 +53,14 @@ def resume(
     model: DiffusionTransformer,
     ema: torch.optim.swa_utils.AveragedModel,
     moments: OptimizerTensors,
-) -> CheckpointState:
-    """Loads everything a checkpoint holds into the run and returns its counters.
+) -> Resumed:
+    """Loads everything a checkpoint holds into the run.
 
     Raises:
         ValueError: the checkpoint is of another run (other settings, classes or data) or damaged; what was loaded by
             then is not to be trained on.
     """
-    _require_same_settings(config, checkpoints.load_run_config(checkpoint), checkpoint)
+    changes = _allowed_changes(config, checkpoints.load_run_config(checkpoint), checkpoint)
     state = checkpoints.load_state(checkpoint)
     _require_same_classes(data.class_names, state.class_names, checkpoint)
     if state.data_fingerprint != data.fingerprint:
@@ -63,7 +73,7 @@ def resume(
     load_weights(ema.module, checkpoint, "ema")
     ema.n_averaged.fill_(state.ema_updates + 1)
     moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
-    return state
+    return Resumed(state, changes)
 
 
 def _require_same_classes(now: tuple[str, ...], before: tuple[str, ...], checkpoint: Path) -> None:
@@ -74,23 +84,30 @@ def _require_same_classes(now: tuple[str, ...], before: tuple[str, ...], checkpo
         raise ValueError(f"{checkpoint}: trained on {len(before)} classes, but the data has {len(now)} now")
 
 
-def _require_same_settings(config: RunConfig, before: RunConfig, checkpoint: Path) -> None:
+def _allowed_changes(config: RunConfig, before: RunConfig, checkpoint: Path) -> tuple[str, ...]:
+    """Compares key by key: a line for each change that a run may resume with; a `ValueError` that lists the others."""
     old, new = dict(flat(before.model_dump())), dict(flat(config.model_dump()))
-    allowed = set(RESUMABLE_KEYS)
+    resumable = set(RESUMABLE_KEYS)
     if config.train.schedule != "constant":
-        allowed.remove("train.max_steps")  # it sets the learning rate of every step
-    changed = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed)
-    ]
-    if changed:
-        # Where a section's name changed, its other keys say nothing more.
-        exchanged = tuple(key.removesuffix("name") for key in changed if key.endswith(".name"))
-        told = [key for key in changed if key.endswith(".name") or not key.startswith(exchanged)]
-        settings = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in told)
+        resumable.remove("train.max_steps")  # it sets the learning rate of every step
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    allowed = [key for key in changed if any(key == k or key.startswith(f"{k}.") for k in resumable)]
+    refused = [key for key in changed if key not in allowed]
+    if refused:
+        told = _without_exchanged(refused)
         why = ", which sets the length of the cosine schedule" if told == ["train.max_steps"] else ""
         raise ValueError(
-            f"{checkpoint}: this run was trained with other settings ({settings}{why}); "
+            f"{checkpoint}: this run was trained with other settings ({'; '.join(_changes(told, old, new))}{why}); "
             "put them back, or choose another run_dir"
         )
+    return _changes(_without_exchanged(allowed), old, new)
+
+
+def _without_exchanged(changed: list[str]) -> list[str]:
+    """Where a section's name changed, its other keys say nothing more."""
+    exchanged = tuple(key.removesuffix("name") for key in changed if key.endswith(".name"))
+    return [key for key in changed if key.endswith(".name") or not key.startswith(exchanged)]
+
+
+def _changes(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in keys)

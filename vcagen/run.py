@@ -72,6 +72,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     if config.train.init_from is not None and not checkpoints.list_checkpoints(folder):
         load_initial_weights(raw_model, config, data.class_names)
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
+    ema.requires_grad_(False)
     ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
     optimizer = build_optimizer(raw_model, config.train)
     moments = OptimizerTensors(raw_model, optimizer)
@@ -94,10 +95,10 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         # Two sets of weights and two of moments, in every checkpoint that is still to come.
         new_checkpoints = max(1, config.train.keep_checkpoints + 1 - len(found))
         require_writable(folder, 16 * num_parameters * new_checkpoints)
-    first_step, scaler_state = 0, None
+    first_step, resumed = 0, None
     if found:
         first_step, newest = found[-1]
-        scaler_state = resume(newest, config, data, raw_model, ema, moments).scaler
+        resumed = resume(newest, config, data, raw_model, ema, moments)
     if accelerator.is_main_process:
         write_text(folder / "run.yaml", dump_config(config))
     accelerator.print(
@@ -105,6 +106,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         f"model: {config.model.variant} with {config.model.attention.name}, {num_parameters:,} parameters\n"
         f"run folder: {folder}"
         + (f", going on from step {first_step}" if first_step else "")
+        + (f"\nchanged since then: {'; '.join(resumed.changes)}" if resumed and resumed.changes else "")
         + (f", starting from the weights of {config.train.init_from}" if config.train.init_from and not found else "")
     )
     if config.train.tf32:
@@ -113,8 +115,8 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         raw_model.compile_repeated_blocks()  # in place, so no name changes
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
-    if accelerator.scaler is not None and scaler_state:
-        accelerator.scaler.load_state_dict(scaler_state)
+    if accelerator.scaler is not None and resumed and resumed.state.scaler:
+        accelerator.scaler.load_state_dict(resumed.state.scaler)
     objective = build_objective(config.objective)
     return (
         Run(

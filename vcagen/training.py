@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from vcagen import checkpoint as checkpoints
+from vcagen.bad_steps import BadSteps, NotFiniteError
 from vcagen.checkpoint import CheckpointState
 from vcagen.config import RunConfig, dump_config
 from vcagen.curves import plot_losses
@@ -93,17 +94,13 @@ def train(config: RunConfig) -> None:
         )
 
 
-class NotFiniteError(ValueError):
-    """Too many updates in a row were not finite; the weights since the last checkpoint are not to be trusted."""
-
-
 def _loop(run: Run, first_step: int) -> None:
     """All updates from `first_step` on, with rows, checkpoints and previews at their intervals. See `train`."""
     config, accelerator = run.config.train, run.accelerator
     batches = _batches(run, first_step)
     metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
-    window = LossWindow(accelerator)
-    bad_steps, done, is_saved = 0, first_step, True
+    window, bad_steps = LossWindow(accelerator), BadSteps(run)
+    done, is_saved = first_step, True
     bar = tqdm(
         total=config.max_steps,
         initial=first_step,
@@ -115,9 +112,7 @@ def _loop(run: Run, first_step: int) -> None:
     with bar, stop_signal(accelerator) as stop:
         try:
             for step in range(first_step + 1, config.max_steps + 1):
-                bad_steps = 0 if _update(run, step, batches, window) else bad_steps + 1
-                if bad_steps >= config.max_bad_steps:
-                    raise NotFiniteError(_not_finite_message(run.folder, step, bad_steps))
+                _update(run, step, batches, window, bad_steps)
                 done, is_saved = step, False
                 bar.update()
 
@@ -125,7 +120,7 @@ def _loop(run: Run, first_step: int) -> None:
                 is_last = step == config.max_steps
                 saves = is_last or bool(signal_number) or step % config.checkpoint_every == 0
                 if (saves or step % config.log_every == 0) and window.num_samples:
-                    row = window.close(step, learning_rate(config, step - 1))
+                    row = window.close(step, learning_rate(config, step - 1), config.ema_decay)
                     metrics.write(row)
                     rates = {"loss": f"{row['loss']:.4f}", "images/s": f"{row['images_per_second']:.0f}"}
                     rates |= {"memory": f"{row['memory_gb']:.1f} GB"} if "memory_gb" in row else {}
@@ -144,6 +139,10 @@ def _loop(run: Run, first_step: int) -> None:
                 _save(run, done)
             if stop.number:  # it reached the data workers too, and their end is this error
                 raise Interrupted(stop.number, done, _what_is_kept(run.folder)) from error
+            if "Connection closed by peer" in str(error):  # as gloo puts it
+                raise ValueError(
+                    f"step {done}: another process of this run ended, and said why; {_what_is_kept(run.folder)}"
+                ) from error
             raise
     if accelerator.is_main_process and not is_saved:
         raise ValueError(f"step {done}: trained to the end, but not saved; {_what_is_kept(run.folder)}")
@@ -190,14 +189,14 @@ def _batches(run: Run, first_step: int) -> Iterator[Batch]:
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
 
 
-def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -> bool:
-    """One optimiser step, counted from 1, over all its micro-batches; False if it was not finite and was skipped."""
+def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow, bad_steps: BadSteps) -> None:
+    """One optimiser step, counted from 1, over all its micro-batches; skipped if its gradient is not finite."""
     config, accelerator = run.config.train, run.accelerator
     started = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step - 1)
     data_seconds = 0.0
-    bad_samples: list[int] = []
+    bad_samples: list[torch.Tensor] = []
     losses: list[dict[str, torch.Tensor]] = []
     for remaining in reversed(range(config.gradient_accumulation_steps)):
         asked = time.perf_counter()
@@ -213,20 +212,20 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow) -
                 output = run.objective.loss(run.model, latents, labels, generators)
             accelerator.backward(output.loss.mean() / config.gradient_accumulation_steps)
         losses.append({"loss": output.loss.detach(), **output.parts})
-        bad_samples += indices[~torch.isfinite(output.loss.detach()).cpu()].tolist()
+        bad_samples.append(indices.to(latents.device).masked_fill(output.loss.detach().isfinite(), -1))
     norm = accelerator.clip_grad_norm_(run.model.parameters(), config.gradient_clip or math.inf)
-    is_good = bool(torch.isfinite(norm))  # the same on every process, as the gradients are
-    if is_good or accelerator.scaler is not None:  # a scaler skips the update itself, and lowers its scale
+    if torch.isfinite(norm):  # the same on every process, as the gradients are
         run.optimizer.step()
-    run.optimizer.zero_grad()
-    if is_good:
+        run.optimizer.zero_grad()
         run.ema.update_parameters(run.raw_model)
         window.add(losses, norm, time.perf_counter() - started, data_seconds)
+        bad_steps.good()
     else:
+        run.optimizer.zero_grad()
+        if accelerator.scaler is not None:
+            run.optimizer.step()  # without gradients it only lowers the loss scale
         window.add_bad_step()
-        what = f"the loss of samples {bad_samples}" if bad_samples else "the gradient"
-        tqdm.write(f"step {step}: {what} is not finite; update skipped", file=sys.stderr)
-    return is_good
+        bad_steps.bad(step, torch.cat(bad_samples))
 
 
 def _inputs(
@@ -244,15 +243,6 @@ def _inputs(
     return latents, labels
 
 
-def _not_finite_message(folder: Path, step: int, bad_steps: int) -> str:
-    found = checkpoints.list_checkpoints(folder)
-    kept = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint was written yet"
-    return (
-        f"step {step}: {bad_steps} updates in a row were not finite; {kept}; start another run_dir with a lower "
-        "train.learning_rate, with train.gradient_clip, or with train.precision=fp32"
-    )
-
-
 def _save(run: Run, step: int) -> bool:
     """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again."""
     scaler = run.accelerator.scaler
@@ -265,11 +255,16 @@ def _save(run: Run, step: int) -> bool:
         scaler=scaler.state_dict() if scaler is not None else None,
         torch_version=torch.__version__,
     )
+    started = time.perf_counter()
     try:
-        checkpoints.save_checkpoint(run.folder, state, run.raw_model, run.ema_model, run.moments.read(), run.config)
+        folder = checkpoints.save_checkpoint(
+            run.folder, state, run.raw_model, run.ema_model, run.moments.read(), run.config
+        )
     except (OSError, SafetensorError) as error:
         tqdm.write(f"step {step}: no checkpoint written ({error}); those before are as they were", file=sys.stderr)
         return False
+    megabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+    tqdm.write(f"step {step}: checkpoint of {megabytes:.1f} MB written in {time.perf_counter() - started:.2f} s")
     return True
 
 
