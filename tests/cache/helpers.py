@@ -12,9 +12,10 @@ from PIL import Image
 
 from tests.tiny_runs import ROOT
 from vcagen.autoencoder import Autoencoder, IdentityConfig, KLConfig
+from vcagen.cache.moments import EncodedImages
 from vcagen.cache.sources import ImageSource, open_source
-from vcagen.cache.writer import EncodedImages, build_cache, prepare_cache
-from vcagen.data.latent_format import Manifest, Plan, listing_sha256
+from vcagen.cache.writer import build_cache, prepare_cache
+from vcagen.data.latent_format import Manifest, Plan, plan_for
 
 SIZE, STEP = 64, 20
 
@@ -75,24 +76,11 @@ def write_parquet(tree: Path, folder: Path) -> Path:
     return folder
 
 
-def plan_for(source: ImageSource, autoencoder: Autoencoder, image_size: int = SIZE, **changes: Any) -> Plan:
+def tiny_plan(source: ImageSource, autoencoder: Autoencoder, image_size: int = SIZE, **changes: Any) -> Plan:
+    config = KLConfig(source="stub") if hasattr(autoencoder, "vae") else IdentityConfig()
+    settings = {"mirrored": True, "shard_size": 16} | changes
     shape = (3, image_size, image_size)
-    settings = {
-        "autoencoder": KLConfig(source="stub") if hasattr(autoencoder, "vae") else IdentityConfig(),
-        "encoder_sha256": autoencoder.encoder_sha256(),
-        "scale": autoencoder.scale,
-        "shift": autoencoder.shift,
-        "precision": "fp32",
-        "image_size": image_size,
-        "image_shape": shape,
-        "latent_shape": autoencoder.latent_shape(shape),
-        "mirrored": True,
-        "shard_size": 16,
-        "num_records": len(source.records),
-        "listing_sha256": listing_sha256(source.records),
-        "class_names": source.class_names,
-    }
-    return Plan(**(settings | changes))
+    return plan_for(config, autoencoder, source.records, source.class_names, shape, **settings)
 
 
 def build(
@@ -100,9 +88,9 @@ def build(
 ) -> Manifest:
     """A cache without the command line around it."""
     source = open_source(str(tree), class_names=names)
-    plan = plan_for(source, autoencoder, **changes)
-    prepare_cache(cache, plan)
+    plan = tiny_plan(source, autoencoder, **changes)
     images = EncodedImages(source, autoencoder, plan.image_size, plan.mirrored, batch_size=8, num_threads=2)
+    prepare_cache(cache, plan, images, on_bad)
     return build_cache(cache, plan, images, on_bad)
 
 

@@ -18,8 +18,8 @@ from tests.cache.helpers import (
     cache_command,
     coloured_image,
     contents,
-    plan_for,
     run_cache,
+    tiny_plan,
     write_parquet,
     write_tars,
     write_tree,
@@ -28,9 +28,11 @@ from tests.conftest import pooling_vae, tiny_vae
 from tests.data_images.image_helpers import write_odd_files
 from tests.tiny_runs import ROOT, losses
 from vcagen.autoencoder import IdentityAutoencoder, KLAutoencoder
+from vcagen.cache.moments import EncodedImages
 from vcagen.cache.report import write_contact_sheet
 from vcagen.cache.sources import open_source
-from vcagen.cache.writer import prepare_cache, verify_cache
+from vcagen.cache.verify import verify_cache
+from vcagen.cache.writer import prepare_cache
 from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
 from vcagen.data.latent_format import Shard, read_manifest, shard_path
 
@@ -104,7 +106,7 @@ def test_what_another_stop_leaves_behind_is_done_again(tmp_path: Path, tree: Pat
     build(tree, tmp_path / "whole", autoencoder)
     cache = tmp_path / "cut"
     source = open_source(str(tree))
-    prepare_cache(cache, plan_for(source, autoencoder))
+    prepare_cache(cache, tiny_plan(source, autoencoder), EncodedImages(source, autoencoder, 64, True, 8, 2), "stop")
     (cache / "shards/.00001.999.safetensors").write_bytes(b"half a shard")
     (cache / "shards/00002.safetensors").write_bytes(b"a shard without its note")
     (cache / "shards/00003.json").write_text('{"shard":')
@@ -120,15 +122,13 @@ def test_from_odd_files_to_decoded_samples(tmp_path: Path, vae: Path) -> None:
     cache = tmp_path / "cache"
     strict = run_cache(*arguments(tree, cache, vae))
     assert strict.returncode == 1
-    assert "3 of 76 images are bad: repair them, or go on without them by --on-bad skip" in strict.stderr
+    assert "3 of 76 images are bad: repair or remove them, or go on without them by --on-bad skip" in strict.stderr
     for name in ("3/colour-half.jpg: image file is truncated", "3/gray-empty.png: empty", "3/gray-text.png: empty"):
         assert name in strict.stderr
     assert not (cache / "manifest.json").exists()
-    done = {path: path.stat().st_mtime_ns for path in (cache / "shards").glob("*.safetensors")}
-    assert len(done) == 3  # of 5: the others hold bad images
+    assert not list((cache / "shards").glob("*.safetensors"))  # they are found before any work is done
     result = run_cache(*arguments(tree, cache, vae), "--on-bad", "skip")
     assert result.returncode == 0, result.stderr
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
     assert "73 images, 3 bad ones skipped" in result.stdout
     assert "whole; 73 images in 5 shards" in run_cache("verify", cache).stdout
     report = (cache / "report.md").read_text()
@@ -305,7 +305,7 @@ def test_another_autoencoder_or_crop_is_refused(cache: Path, tree: Path) -> None
     assert contents(cache) == before
 
 
-def test_manifests_that_cannot_be_used(cache: Path, tmp_path: Path) -> None:
+def test_manifests_that_cannot_be_used(cache: Path, tree: Path, tmp_path: Path) -> None:
     path = cache / "manifest.json"
     content = json.loads(path.read_text())
     content["plan"]["format_version"] = 2
@@ -314,15 +314,23 @@ def test_manifests_that_cannot_be_used(cache: Path, tmp_path: Path) -> None:
         read_manifest(cache)
     del content["count"]
     content["plan"]["format_version"] = 1
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="count: Field required; the manifest is damaged"):
-        read_manifest(cache)
+    for text, message in (
+        (json.dumps(content), "count: Field required; the file is damaged or not ours"),
+        ("[]", "content: Input should be a valid dictionary"),
+        ('{"name": "an extension", "version": "1.0"}', "plan: Field required"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"manifest.json: {message}[^\n]*$"):
+            read_manifest(cache)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"manifest.json: cannot be read"):
         read_manifest(cache)
     path.unlink()
+    (cache / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match="the cache is not finished; run the same command again"):
         read_manifest(cache)
+    with pytest.raises(ValueError, match=r"plan.json: autoencoder: Field required[^\n]*$"):
+        build(tree, cache, IdentityAutoencoder())
     with pytest.raises(ValueError, match="not a latent cache"):
         read_manifest(tmp_path)
 
@@ -370,13 +378,120 @@ def test_what_a_kill_after_the_manifest_left_is_tidied(tmp_path: Path, cache: Pa
     verify_cache(cache)
 
 
-def test_a_finished_cache_that_was_damaged_is_not_called_done(cache: Path, tree: Path) -> None:
+def stamps(cache: Path) -> list[int]:
+    """When each shard was written."""
+    return [path.stat().st_mtime_ns for path in sorted((cache / "shards").glob("*.safetensors"))]
+
+
+def test_shards_that_are_missing_cut_or_damaged_are_made_again(cache: Path, tree: Path) -> None:
+    before, written = contents(cache), stamps(cache)
     shard_path(cache, 1).unlink()
-    with pytest.raises(ValueError, match=r"00001.safetensors: missing or damaged; delete .*manifest.json and run"):
-        build(tree, cache, IdentityAutoencoder())
-    (cache / "manifest.json").unlink()
+    shard_path(cache, 2).write_bytes(before["shards/00002.safetensors"][:-7])
     build(tree, cache, IdentityAutoencoder())
+    assert contents(cache) == before
+    assert [stamp == old for stamp, old in zip(stamps(cache), written, strict=True)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("mend", ["repair", "remove"])
+def test_after_bad_images_are_repaired_or_removed_a_strict_build_goes_on(tmp_path: Path, mend: str) -> None:
+    tree = write_tree(tmp_path / "tree", num_classes=4)
+    image = tree / "0/3.png"
+    content = image.read_bytes()
+    image.write_bytes(content[:-40])
+    with pytest.raises(ValueError, match=r"1 of 24 images are bad: repair or remove them.*\n0/3.png: "):
+        build(tree, tmp_path / "cache", IdentityAutoencoder())
+    assert not stamps(tmp_path / "cache")
+    if mend == "repair":
+        image.write_bytes(content)
+    else:
+        image.unlink()
+    build(tree, tmp_path / "cache", IdentityAutoencoder())
+    build(tree, tmp_path / "fresh", IdentityAutoencoder())
+    assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
+
+
+class Stopping(IdentityAutoencoder):
+    """Breaks off at the third shard."""
+
+    calls = 0
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 8:  # 16 images and their mirror images in batches of 8 make four
+            raise KeyboardInterrupt
+        return super().encode(images)
+
+
+def test_images_that_change_between_calls_cost_their_own_shards_alone(tmp_path: Path) -> None:
+    tree, cache = write_tree(tmp_path / "tree"), tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        build(tree, cache, Stopping())
+    written = stamps(cache)
+    assert len(written) == 2
+    other = write_tree(tmp_path / "other", num_classes=4, suffix=".bmp")
+    with pytest.raises(ValueError, match="holds another cache: of the 32 images done there 0 are in this source"):
+        build(other, cache, IdentityAutoencoder())
+    Image.fromarray(coloured_image(3, 9)).save(tree / "3/0.png", compress_level=0)
+    (tree / "9/5.png").unlink()
+    build(tree, cache, IdentityAutoencoder())
+    build(tree, tmp_path / "fresh", IdentityAutoencoder())
+    assert contents(cache) == contents(tmp_path / "fresh")
+    assert [stamp in written for stamp in stamps(cache)] == [True, False, False, False]  # class 3 starts at 18
+
+
+def test_fewer_images_leave_no_shards_behind(tmp_path: Path) -> None:
+    tree, cache = write_tree(tmp_path / "tree", num_classes=3), tmp_path / "cache"
+    (tree / "2/5.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="1 of 18 images are bad"):
+        build(tree, cache, IdentityAutoencoder())
+    for number in range(2, 6):
+        (tree / f"2/{number}.png").unlink()
+    assert len(build(tree, cache, IdentityAutoencoder()).shards) == 1
     verify_cache(cache)
+
+
+def test_images_that_change_under_a_finished_cache_are_refused(tmp_path: Path) -> None:
+    tree, cache = write_tree(tmp_path / "tree", num_classes=4), tmp_path / "cache"
+    build(tree, cache, IdentityAutoencoder())
+    before = contents(cache)
+    Image.fromarray(coloured_image(3, 9)).save(tree / "3/0.png", compress_level=0)
+    with pytest.raises(ValueError, match=r"is finished, but from 2/4.png to 3/5.png names, labels or file sizes have"):
+        build(tree, cache, IdentityAutoencoder())
+    (tree / "3/0.png").unlink()
+    with pytest.raises(ValueError, match="is finished, of 24 images in 4 classes; now there are 23 in 4"):
+        build(tree, cache, IdentityAutoencoder())
+    assert contents(cache) == before
+
+
+def test_skipped_images_are_tried_again_and_they_alone(tmp_path: Path) -> None:
+    tree, cache = write_tree(tmp_path / "tree"), tmp_path / "cache"
+    good = {name: (tree / name).read_bytes() for name in ("0/3.png", "9/5.png")}
+    for name, content in good.items():
+        (tree / name).write_bytes(bytes(len(content)))  # as long, so that only trying tells
+    build(tree, cache, IdentityAutoencoder(), on_bad="skip")
+    before, written = contents(cache), stamps(cache)
+    build(tree, cache, IdentityAutoencoder(), on_bad="skip")
+    assert (contents(cache), stamps(cache)) == (before, written)
+    (tree / "0/3.png").write_bytes(good["0/3.png"])
+    with pytest.raises(ValueError, match=r"1 can be read now, but 1 are still bad: .*; the cache is as it was"):
+        build(tree, cache, IdentityAutoencoder())
+    assert (contents(cache), stamps(cache)) == (before, written)
+    manifest = build(tree, cache, IdentityAutoencoder(), on_bad="skip")
+    assert (manifest.count, list(manifest.skipped)) == (59, ["9/5.png"])
+    assert [stamp == old for stamp, old in zip(stamps(cache), written, strict=True)] == [False, True, True, True]
+    (tree / "9/5.png").write_bytes(good["9/5.png"])
+    build(tree, cache, IdentityAutoencoder())
+    build(tree, tmp_path / "fresh", IdentityAutoencoder())
+    assert contents(cache) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("name", ["report.md", "contact_sheet.png", "shards"])
+def test_a_folder_with_files_of_its_own_is_left_alone(tmp_path: Path, tree: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("mine")
+    with pytest.raises(ValueError, match=rf"mine/{name}: exists, but .*mine is no latent cache; choose another folder"):
+        build(tree, tmp_path / "mine", IdentityAutoencoder())
+    assert (tmp_path / "mine" / name).read_text() == "mine"
 
 
 def test_a_cache_in_its_own_source_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_every_kind_gives_the_same_records_and_bytes(tree: Path, tmp_path: Path)
     saved = datasets.load_dataset("parquet", data_files=str(tmp_path / "parquet/train.parquet"), split="train")
     saved.save_to_disk(tmp_path / "saved")
     arrow = open_source(str(tmp_path / "saved"))
-    assert folder.records[0] == (0, "0/0.png")
+    assert folder.records[0] == (0, "0/0.png", (tree / "0/0.png").stat().st_size)
     assert [record.label for record in folder.records] == sorted(record.label for record in folder.records)
     for other in (tars, parquet, arrow):
         assert other.records == folder.records
@@ -64,9 +64,9 @@ def test_a_cut_tar_is_named(tmp_path: Path) -> None:
 def test_hidden_and_other_files_in_tars_are_ignored(tmp_path: Path) -> None:
     files = {"./x/a.JPEG": b"x", "./x/a.cls": b"1\n", "./x/.hidden.png": b"x", "x/a.json": b"{}"}
     source = open_source(str(tar_of(tmp_path / "a.tar", files)), class_names=("cat", "dog"))
-    assert source.records == [(1, "x/a.JPEG")]
+    assert source.records == [(1, "x/a.JPEG", 1)]
     assert (source.class_names, source.ignored, source.read(0)) == (("cat", "dog"), 1, b"x")
-    with pytest.raises(ValueError, match="labels from 1 to 1, but there are 1 class names"):
+    with pytest.raises(ValueError, match="labels up to 1, but 1 class names"):
         open_source(str(tmp_path / "a.tar"), class_names=("cat",))
 
 

@@ -20,11 +20,12 @@ from PIL import Image
 from torch.utils.data import default_collate
 from tqdm import tqdm
 
-from vcagen.autoencoder import Autoencoder, IdentityAutoencoder, IdentityConfig, KLAutoencoder, KLConfig, load_vae
+from vcagen.autoencoder import KLAutoencoder, KLConfig, load_vae
+from vcagen.cache.moments import EncodedImages
 from vcagen.cache.sources import Record
-from vcagen.cache.writer import EncodedImages, build_cache, prepare_cache
+from vcagen.cache.writer import build_cache, prepare_cache
 from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
-from vcagen.data.latent_format import MANIFEST_FILE, Manifest, Plan, listing_sha256, shard_path, write_shard
+from vcagen.data.latent_format import MANIFEST_FILE, Manifest, plan_for, shard_path, write_shard
 from vcagen.files import write_json
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.objectives import FlowConfig, build_objective
@@ -33,6 +34,7 @@ from vcagen.training import TrainingSamples, draw_mirror, training_generator
 BATCH = 256
 LATENT_SHAPE = (4, 32, 32)
 NUM_CLASSES = 1000
+CONFIG = KLConfig(source="benchmark")
 
 
 class GeneratedImages:
@@ -41,7 +43,6 @@ class GeneratedImages:
     ignored = 0
 
     def __init__(self, num_images: int, size: tuple[int, int]) -> None:
-        self.records = [Record(0, f"{number:08d}.jpg") for number in range(num_images)]
         self.class_names: tuple[str, ...] = ("all",)
         generator = np.random.default_rng(0)
         coarse = generator.integers(0, 256, (8, 6, 3), dtype=np.uint8)
@@ -50,6 +51,7 @@ class GeneratedImages:
         content = io.BytesIO()
         Image.fromarray(noisy).save(content, "JPEG", quality=90)
         self.content = content.getvalue()
+        self.records = [Record(0, f"{number:08d}.jpg", len(self.content)) for number in range(num_images)]
 
     def read(self, position: int) -> bytes:
         """See `ImageSource`."""
@@ -75,29 +77,11 @@ def benchmark_data(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, result)
 
 
-def _plan(source: Any, autoencoder: Autoencoder, image_size: int, latent_shape: tuple[int, int, int]) -> Plan:
-    return Plan(
-        autoencoder=KLConfig(source="benchmark") if isinstance(autoencoder, KLAutoencoder) else IdentityConfig(),
-        encoder_sha256=autoencoder.encoder_sha256(),
-        scale=autoencoder.scale,
-        shift=autoencoder.shift,
-        precision="fp32",
-        image_size=image_size,
-        image_shape=(3, image_size, image_size),
-        latent_shape=latent_shape,
-        mirrored=True,
-        shard_size=1024,
-        num_records=len(source.records),
-        listing_sha256=listing_sha256(source.records),
-        class_names=source.class_names,
-    )
-
-
 def _random_cache(cache: Path, num_latents: int) -> None:
     """A cache of random moments, and the same as one .npy per image with a label file, as the peers keep them."""
     generator = torch.Generator().manual_seed(0)
     channels, height, width = LATENT_SHAPE
-    records = [Record(number % NUM_CLASSES, f"{number:08d}") for number in range(num_latents)]
+    records = [Record(number % NUM_CLASSES, f"{number:08d}", 0) for number in range(num_latents)]
     shards = []
     (cache / "shards").mkdir(parents=True)
     (cache / "npy").mkdir()
@@ -106,12 +90,13 @@ def _random_cache(cache: Path, num_latents: int) -> None:
         moments, mirrored = (
             torch.randn(len(part), 2 * channels, height, width, generator=generator).half().abs() for _ in range(2)
         )
-        shards.append(write_shard(shard_path(cache, number), moments, mirrored, part))
+        shards.append(write_shard(shard_path(cache, number), moments, mirrored, [record[:2] for record in part], ""))
         for row, record in enumerate(part):
             np.save(cache / f"npy/{record.key}.npy", moments[row].float().numpy())
             np.save(cache / f"npy/{record.key}.label.npy", np.array(record.label))
-    source = argparse.Namespace(records=records, class_names=tuple(map(str, range(NUM_CLASSES))))
-    plan = _plan(source, IdentityAutoencoder(), 32, LATENT_SHAPE)
+    vae = _tiny_vae()
+    names = tuple(map(str, range(NUM_CLASSES)))
+    plan = plan_for(CONFIG, KLAutoencoder(vae, vae), records, names, (3, 256, 256), mirrored=True, shard_size=1024)
     manifest = Manifest(
         plan=plan, shards=tuple(shards), count=num_latents, skipped={}, latent_mean=(0.0,) * 4, latent_std=(1.0,) * 4
     )
@@ -190,9 +175,10 @@ def _building(cache: Path, num_images: int, image_size: int, source: str | None)
     vae = _tiny_vae() if source is None else load_vae(source, "--autoencoder")
     autoencoder = KLAutoencoder(vae, vae)
     images = GeneratedImages(num_images, (500, 375))
-    plan = _plan(images, autoencoder, image_size, autoencoder.latent_shape((3, image_size, image_size)))
+    shape = (3, image_size, image_size)
+    plan = plan_for(CONFIG, autoencoder, images.records, images.class_names, shape, mirrored=True, shard_size=1024)
     encoded = EncodedImages(images, autoencoder, image_size, True, batch_size=32, num_threads=os.cpu_count() or 1)
-    prepare_cache(cache, plan)
+    prepare_cache(cache, plan, encoded, "stop")
     started = time.perf_counter()
     build_cache(cache, plan, encoded, "stop", seconds=encoded.seconds)
     total = time.perf_counter() - started
@@ -244,9 +230,11 @@ def build_small(cache: str, num_images: int) -> None:
     vae = _tiny_vae()
     autoencoder = KLAutoencoder(vae, vae)
     images = GeneratedImages(num_images, (16, 16))
-    plan = _plan(images, autoencoder, 16, autoencoder.latent_shape((3, 16, 16)))
+    plan = plan_for(
+        CONFIG, autoencoder, images.records, images.class_names, (3, 16, 16), mirrored=True, shard_size=1024
+    )
     encoded = EncodedImages(images, autoencoder, 16, True, batch_size=256, num_threads=2)
-    prepare_cache(Path(cache), plan)
+    prepare_cache(Path(cache), plan, encoded, "stop")
     build_cache(Path(cache), plan, encoded, "stop")
     print(_peak_memory())
 

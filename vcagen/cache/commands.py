@@ -12,11 +12,13 @@ from accelerate import PartialState
 
 from vcagen.autoencoder import Autoencoder, DecodingConfig, IdentityConfig, KLConfig, build_autoencoder
 from vcagen.cache.importers import ImportedLatents
+from vcagen.cache.moments import EncodedImages, MomentSource
 from vcagen.cache.report import REPORT_FILE, SHEET_FILE, write_contact_sheet, write_report
-from vcagen.cache.sources import open_source
-from vcagen.cache.writer import EncodedImages, MomentSource, build_cache, prepare_cache, verify_cache
+from vcagen.cache.sources import names_for, open_source
+from vcagen.cache.verify import verify_cache
+from vcagen.cache.writer import OnBad, build_cache, prepare_cache
 from vcagen.class_names import read_class_names
-from vcagen.data.latent_format import Manifest, Plan, listing_sha256
+from vcagen.data.latent_format import Manifest, Plan, plan_for
 from vcagen.devices import usable_device
 from vcagen.files import locked, require_writable
 
@@ -32,22 +34,16 @@ def build(arguments: argparse.Namespace) -> None:
     source = open_source(arguments.source, arguments.kind, arguments.split, names)
     config, autoencoder = _autoencoder(arguments, process)
     size = arguments.image_size
-    image_shape = (3, size, size)
-    plan = Plan(
-        autoencoder=config,
-        encoder_sha256=autoencoder.encoder_sha256(),
-        scale=autoencoder.scale,
-        shift=autoencoder.shift,
-        precision=arguments.precision,
-        image_size=size,
-        image_shape=image_shape,
-        latent_shape=autoencoder.latent_shape(image_shape),
+    plan = plan_for(
+        config,
+        autoencoder,
+        source.records,
+        source.class_names,
+        (3, size, size),
         mirrored=not arguments.no_mirror,
-        batch_size=arguments.batch_size,
         shard_size=arguments.shard_size,
-        num_records=len(source.records),
-        listing_sha256=listing_sha256(source.records),
-        class_names=source.class_names,
+        precision=arguments.precision,
+        batch_size=arguments.batch_size,
     )
     if arguments.precision == "bf16":
         autoencoder.to(torch.bfloat16)
@@ -77,25 +73,15 @@ def import_latents(arguments: argparse.Namespace) -> None:
             f"{arguments.source}: latents are {latents.latent_shape}, but {arguments.autoencoder} makes "
             f"{autoencoder.latent_shape(image_shape)}; give the one that made them with --autoencoder"
         )
-    highest = latents.records[-1].label
     given = None if arguments.class_names is None else read_class_names(arguments.class_names)
-    names = given or tuple(str(label) for label in range(highest + 1))
-    if highest >= len(names) or latents.records[0].label < 0:
-        raise ValueError(f"{arguments.source}: labels up to {highest}, but {len(names)} class names")
-    plan = Plan(
-        autoencoder=config,
-        encoder_sha256=autoencoder.encoder_sha256(),
-        scale=autoencoder.scale,
-        shift=autoencoder.shift,
-        precision="fp32",
-        image_size=0,
-        image_shape=image_shape,
-        latent_shape=latents.latent_shape,
+    plan = plan_for(
+        config,
+        autoencoder,
+        latents.records,
+        names_for(latents.records, given, str(arguments.source)),
+        image_shape,
         mirrored=latents.mirrored,
         shard_size=arguments.shard_size,
-        num_records=len(latents.records),
-        listing_sha256=listing_sha256(latents.records),
-        class_names=names,
         imported_from=arguments.layout,
     )
     manifest = _build(arguments.cache, plan, latents, "stop", process, None)
@@ -127,19 +113,25 @@ def _autoencoder(arguments: argparse.Namespace, process: PartialState) -> tuple[
 
 
 def _build(
-    cache: Path, plan: Plan, source: MomentSource, on_bad: Any, process: PartialState, seconds: dict[str, float] | None
+    cache: Path,
+    plan: Plan,
+    source: MomentSource,
+    on_bad: OnBad,
+    process: PartialState,
+    seconds: dict[str, float] | None,
 ) -> Manifest:
     with contextlib.ExitStack() as stack:
         if process.is_main_process:
             require_writable(cache)
             stack.enter_context(locked(cache, "another process is building this cache"))
-            prepare_cache(cache, plan)
+            before = prepare_cache(cache, plan, source, on_bad)
             num_bytes = plan.num_records * plan.record_bytes
             present = sum(path.stat().st_size for path in (cache / "shards").glob("*.safetensors"))
             print(
                 f"{plan.num_records:,} images in {len(plan.class_names)} classes, latents {plan.latent_shape}"
                 f"{', with mirror images' if plan.mirrored else ''}: {num_bytes / 1e9:.2f} GB"
-                + (f", {present / 1e9:.2f} GB of them there" if present else ""),
+                + (f", {present / 1e9:.2f} GB of them there" if present else "")
+                + (f"\n{before}" if before else ""),
                 flush=True,
             )
             require_writable(cache, max(0, num_bytes - present))

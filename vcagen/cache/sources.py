@@ -2,6 +2,7 @@
 
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,17 @@ MOST_CLASSES = 100_000  # without names; more is a column of something else
 
 
 class Record(NamedTuple):
-    """An image of a source; records are ordered by label, then key, whatever they come from."""
+    """An image of a source; records are ordered by label, then key, whatever they come from.
+
+    Attributes:
+        label: index into the class names.
+        key: its name.
+        size: bytes of its file, so that most replaced images are noticed; 0 where there is none to be read.
+    """
 
     label: int
     key: str
+    size: int
 
 
 class ImageSource(Protocol):
@@ -51,7 +59,9 @@ class FolderSource:
         tree = walk_class_folders(root)
         self.root = root
         self.class_names = tree.class_names
-        self.records = sorted(Record(f.label, f.path.relative_to(root).as_posix()) for f in tree.files)
+        self.records = sorted(
+            Record(file.label, file.path.relative_to(root).as_posix(), file_size(file.path)) for file in tree.files
+        )
         self.ignored = len(tree.ignored)
 
     def read(self, position: int) -> bytes:
@@ -97,9 +107,9 @@ class TarSource:
                 else:
                     self.ignored += 1
         _require_pairs(image_names.keys(), labels.keys(), str(paths[0].parent))
-        self.records = sorted(Record(labels[sample], name) for sample, name in image_names.items())
+        self.records = sorted(Record(labels[sample], name, members[name].size) for sample, name in image_names.items())
         self.members = members
-        self.class_names = _names_for(self.records, class_names, str(paths[0].parent))
+        self.class_names = names_for(self.records, class_names, str(paths[0].parent))
 
     def read(self, position: int) -> bytes:
         """See `ImageSource`."""
@@ -141,8 +151,9 @@ class DatasetsSource:
             raise ValueError(f"{name}: a key comes twice; keys must be unique")
         rows = sorted(range(len(keys)), key=lambda row: (labels[row], keys[row]))
         self.rows = rows
-        self.records = [Record(labels[row], keys[row]) for row in rows]
-        self.class_names = _names_for(self.records, names, name)
+        sizes = self._sizes(name)
+        self.records = [Record(labels[row], keys[row], sizes[row]) for row in rows]
+        self.class_names = names_for(self.records, names, name)
         self.ignored = 0
 
     def _keys(self, columns: list[str]) -> list[str]:
@@ -150,6 +161,25 @@ class DatasetsSource:
         if column is not None:
             return [str(value) for value in self.dataset[column]]
         return [f"{row:08d}" for row in range(len(self.dataset))]
+
+    def _sizes(self, name: str) -> list[int]:
+        """Of the images' files; from Arrow's offsets, so that the images themselves stay on the disk."""
+        import pyarrow.compute  # type: ignore[import-untyped]
+
+        sizes: list[int] = []
+        for table in self.dataset.select_columns([self.image]).with_format("arrow").iter(batch_size=1000):
+            for chunk in table.column(0).chunks:
+                is_struct = pyarrow.types.is_struct(chunk.type)
+                contents = chunk.field("bytes") if is_struct else chunk
+                if not pyarrow.types.is_binary(contents.type) and not pyarrow.types.is_large_binary(contents.type):
+                    raise ValueError(f"{name}: column {self.image} holds {chunk.type}; expected image files as bytes")
+                paths = chunk.field("path").to_pylist() if is_struct else [None] * len(chunk)
+                lengths = pyarrow.compute.binary_length(contents).to_pylist()
+                sizes += [
+                    length if length is not None else file_size(Path(path)) if path else 0
+                    for length, path in zip(lengths, paths, strict=True)
+                ]
+        return sizes
 
     def read(self, position: int) -> bytes:
         """See `ImageSource`."""
@@ -258,23 +288,38 @@ def _require_pairs(images: Any, labels: Any, source: str) -> None:
         raise ValueError(f"{source}: no images in it")
 
 
-def _names_for(records: Sequence[Record], names: tuple[str, ...] | None, source: str) -> tuple[str, ...]:
+def file_size(path: Path) -> int:
+    """Bytes of a file, 0 where it cannot be read; that is found when it is."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def names_for(records: Sequence[Record], names: tuple[str, ...] | None, source: str) -> tuple[str, ...]:
+    """The given names or, without, the labels as text.
+
+    Raises:
+        ValueError: there are no records, a label has no name, or a name comes twice.
+    """
     if not records:
         raise ValueError(f"{source}: no images in it")
-    lowest, highest = min(record.label for record in records), max(record.label for record in records)
-    if lowest < 0 or (names is not None and highest >= len(names)):
-        many = "no names" if names is None else f"{len(names)} class names"
-        raise ValueError(f"{source}: labels from {lowest} to {highest}, but there are {many}; labels start at 0")
+    highest = max(record.label for record in records)
+    if names is not None and highest >= len(names):
+        raise ValueError(f"{source}: labels up to {highest}, but {len(names)} class names; labels count from 0")
+    twice = next((name for name, count in Counter(names or ()).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{source}: class name {twice!r} comes twice; every class needs its own")
     if names is None and highest >= MOST_CLASSES:
         raise ValueError(f"{source}: labels up to {highest} are no class numbers; number the classes from 0")
     return names or tuple(str(label) for label in range(highest + 1))
 
 
 def whole_label(value: Any, where: str) -> int:
-    """A label as a whole number; a `ValueError` that says where for text, fractions and nothing."""
+    """A label as a whole number from 0; a `ValueError` that says where for all else."""
     try:
-        if value is None or isinstance(value, str) or float(value) != int(value):
+        if value is None or isinstance(value, str) or float(value) != int(value) or value < 0:
             raise ValueError
         return int(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: {value!r} is not a class number") from error
+        raise ValueError(f"{where}: {value!r} is not a class number (classes count from 0)") from error

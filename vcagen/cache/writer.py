@@ -1,166 +1,170 @@
 """Builds a latent cache: any number of processes, resumable, the same bytes every time."""
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from vcagen.autoencoder import Autoencoder
-from vcagen.cache.sources import ImageSource, Record
-from vcagen.data.images import center_crop, decode_bytes
+from vcagen.cache.moments import MomentSource
+from vcagen.cache.report import REPORT_FILE, SHEET_FILE
 from vcagen.data.latent_format import (
     MANIFEST_FILE,
+    PLAN_FILE,
     SHARD_FOLDER,
     Manifest,
     Plan,
     Shard,
     ShardRecord,
+    disk_errors_named,
+    listing_sha256,
     read_manifest,
+    read_plan,
     shard_path,
     write_shard,
 )
 from vcagen.files import file_sha256, write_json
 
-PLAN_FILE = "plan.json"
+OnBad = Literal["stop", "skip"]
 
-
-class Moments(NamedTuple):
-    """Moments of some records, float16 (n, 2C, h, w), and those that could not be used, by key."""
-
-    positions: list[int]
-    moments: torch.Tensor
-    mirrored: torch.Tensor | None
-    bad: dict[str, str]
-
-
-class MomentSource(Protocol):
-    """Where moments come from: images that are encoded, or someone else's latents."""
-
-    records: list[Record]
-
-    def batches(self, start: int, end: int) -> Iterator[Moments]:
-        """Moments of the records from `start` to `end`, in order."""
+CHECKED_AT_ONCE = 1024
 
 
 class ShardNote(BaseModel, extra="forbid", frozen=True):
     """What is kept beside a shard until the manifest is written.
 
     Attributes:
-        shard: None where bad images kept it from being written.
+        source_sha256: `listing_sha256` of its records; a note of other records counts for nothing.
+        shard: None where it is still to be written: its images were checked, or some are bad.
         bad: images that cannot be used, by key, with the reason.
         sums, squares, draws: per channel, of raw means, of their squares and of squared deviations.
         num_values: summed.
     """
 
-    shard: ShardRecord | None
+    source_sha256: str
+    shard: ShardRecord | None = None
     bad: dict[str, str]
-    sums: tuple[float, ...]
-    squares: tuple[float, ...]
-    draws: tuple[float, ...]
-    num_values: int
+    sums: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
+    draws: tuple[float, ...] = ()
+    num_values: int = 0
 
 
-class EncodedImages:
-    """Images of a source, decoded, cropped and encoded.
+def prepare_cache(cache: Path, plan: Plan, source: MomentSource, on_bad: OnBad) -> str:
+    """Writes the plan of a new cache, or proves that the folder holds the same one, begun or finished.
 
-    Args:
-        source: the images.
-        autoencoder: encodes, on its device and in its precision.
-        image_size: side of ADM's centre crop.
-        mirrored: encode mirror images too.
-        batch_size: images per encoder call.
-        num_threads: that decode.
+    Images are compared by name, label and file size. Of one begun, shards of changed images will be made again. Of one
+    finished, those that are missing or cut, and those whose skipped images can be read by now; it is unfinished until
+    then. Half-written shards of a process that was killed go. Call it in one process, before any writes.
 
-    Attributes:
-        seconds: spent so far on `decode` (over all threads), `encode` and, by the caller, `write`.
+    Returns:
+        A line on what became of an earlier cache; empty for a new one.
+
+    Raises:
+        ValueError: it holds another cache, a finished one of other images, or files that are no cache's.
     """
+    path = cache / PLAN_FILE
+    manifest = read_manifest(cache) if (cache / MANIFEST_FILE).is_file() else None
+    if manifest is None and not path.is_file():
+        for name in (SHARD_FOLDER, REPORT_FILE, SHEET_FILE):
+            if (cache / name).exists():
+                raise ValueError(f"{cache / name}: exists, but {cache} is no latent cache; choose another folder")
+        cache.mkdir(parents=True, exist_ok=True)
+        _write_json(path, plan)
+        (cache / SHARD_FOLDER).mkdir()
+        return ""
+    before = read_plan(path) if manifest is None else manifest.plan
+    of_images = ("num_records", "listing_sha256", "class_names")
+    differences = [
+        f"{key} was {getattr(before, key)!r}, now {getattr(plan, key)!r}"
+        for key in Plan.model_fields
+        if key not in of_images and getattr(before, key) != getattr(plan, key)
+    ]
+    if differences:
+        raise ValueError(f"{cache}: holds another cache: {'; '.join(differences)}; choose another folder")
+    (cache / SHARD_FOLDER).mkdir(exist_ok=True)
+    for half in (cache / SHARD_FOLDER).glob(".*"):
+        half.unlink()
+    if manifest is not None:
+        return _reopen(cache, manifest, plan, source, on_bad)
+    return "" if before == plan else _replan(cache, before, plan, source)
 
-    def __init__(
-        self,
-        source: ImageSource,
-        autoencoder: Autoencoder,
-        image_size: int,
-        mirrored: bool,
-        batch_size: int,
-        num_threads: int,
-    ) -> None:
-        self.source, self.autoencoder = source, autoencoder
-        self.records = source.records
-        self.image_size, self.mirrored = image_size, mirrored
-        self.batch_size, self.num_threads = batch_size, num_threads
-        self.seconds = {"decode": 0.0, "encode": 0.0, "write": 0.0}
 
-    def image(self, position: int) -> np.ndarray:
-        """uint8 (C, size, size), cropped; a `ValueError` that starts with the key."""
-        key = self.records[position].key
-        try:
-            content = self.source.read(position)
-        except OSError as error:
-            raise ValueError(f"{key}: {error.strerror or error}") from error
-        image = center_crop(decode_bytes(content, key), self.image_size)
-        return np.ascontiguousarray(image.transpose(2, 0, 1))
+def _replan(cache: Path, before: Plan, plan: Plan, source: MomentSource) -> str:
+    """Goes on with a begun cache whose images have changed."""
+    notes = {number: note for number in range(before.num_shards) if (note := _read_note(cache, number))}
+    finished = [number for number, note in notes.items() if note.shard]
+    keys = {record.key for record in source.records}
+    done = [key for number in finished for _, key in Shard(shard_path(cache, number)).records()]
+    known = sum(key in keys for key in done)
+    if 2 * known < len(done):
+        raise ValueError(
+            f"{cache}: holds another cache: of the {len(done)} images done there {known} are in this source; choose "
+            "another folder"
+        )
+    for number in range(plan.num_shards, before.num_shards):
+        _note_path(cache, number).unlink(missing_ok=True)
+        shard_path(cache, number).unlink(missing_ok=True)
+    _write_json(cache / PLAN_FILE, plan)
+    kept = sum(number < plan.num_shards and _note_of(cache, plan, source, number) is not None for number in finished)
+    return f"the images have changed since the last call: {kept} of {len(finished)} finished shards are kept"
 
-    def batches(self, start: int, end: int) -> Iterator[Moments]:
-        """See `MomentSource`. The next batch decodes while this one is encoded."""
-        starts = range(start, end, self.batch_size)
-        with ThreadPoolExecutor(self.num_threads) as pool:
-            ahead = []
-            for first in starts:
-                positions = range(first, min(first + self.batch_size, end))
-                ahead.append((positions, [pool.submit(self._decode, position) for position in positions]))
-                if len(ahead) == 2:
-                    yield self._encode(*ahead.pop(0))
-            for positions, futures in ahead:
-                yield self._encode(positions, futures)
 
-    def _decode(self, position: int) -> np.ndarray | str:
-        started = time.thread_time()
-        try:
-            return self.image(position)
-        except ValueError as error:
-            return str(error)
-        finally:
-            self.seconds["decode"] += time.thread_time() - started
-
-    def _encode(self, positions: range, futures: list[Any]) -> Moments:
-        found = {position: future.result() for position, future in zip(positions, futures, strict=True)}
-        good = [position for position, image in found.items() if not isinstance(image, str)]
-        bad = {self.records[position].key: image for position, image in found.items() if isinstance(image, str)}
-        shape = self.autoencoder.latent_shape((3, self.image_size, self.image_size))
-        empty = torch.empty(0, 2 * shape[0], *shape[1:], dtype=torch.float16)
-        if not good:
-            return Moments([], empty, empty if self.mirrored else None, bad)
-        started = time.perf_counter()
-        device = next(self.autoencoder.parameters(), torch.empty(0)).device
-        images = torch.from_numpy(np.stack([found[position] for position in good])).to(device)
-        moments = self._half(images, good)
-        mirrored = self._half(images.flip(-1), good) if self.mirrored else None
-        self.seconds["encode"] += time.perf_counter() - started
-        return Moments(good, moments, mirrored, bad)
-
-    def _half(self, images: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        moments = self.autoencoder.encode(images).to(torch.float16).cpu()
-        finite = torch.isfinite(moments).flatten(1).all(1)
-        if not finite.all():
-            keys = [self.records[position].key for position, good in zip(positions, finite, strict=True) if not good]
+def _reopen(cache: Path, manifest: Manifest, plan: Plan, source: MomentSource, on_bad: OnBad) -> str:
+    """Makes a finished cache unfinished where shards must be made again."""
+    if manifest.plan.num_records != plan.num_records or manifest.plan.class_names != plan.class_names:
+        raise ValueError(
+            f"{cache}: is finished, of {manifest.plan.num_records} images in {len(manifest.plan.class_names)} classes; "
+            f"now there are {plan.num_records} in {len(plan.class_names)}, or classes of other names; choose another "
+            "folder"
+        )
+    again, repaired, still_bad = [], 0, 0
+    for number, shard in enumerate(manifest.shards):
+        part = plan.part(number)
+        skipped = [position for position in part if source.records[position].key in manifest.skipped]
+        changed = _source_sha256(source, part) != shard.source_sha256
+        if changed and not skipped:
+            first, last = source.records[part[0]].key, source.records[part[-1]].key
             raise ValueError(
-                f"{', '.join(keys[:5])}: the autoencoder's moments are not finite in float16; use precision fp32, or "
-                "look at the image"
+                f"{cache}: is finished, but from {first} to {last} names, labels or file sizes have changed since; "
+                "choose another folder"
             )
-        return moments
+        bad = len(source.bad(skipped))
+        still_bad += bad
+        repaired += len(skipped) - bad
+        path = shard_path(cache, number)
+        whole = path.is_file() and path.stat().st_size == shard.num_bytes
+        if changed or bad < len(skipped) or not whole:
+            again.append(number)
+    if not again:
+        return "finished before; names, labels and file sizes are as they were (contents are not compared)"
+    if still_bad and on_bad == "stop":
+        raise ValueError(
+            f"{cache}: of the images skipped before, {repaired} can be read now, but {still_bad} are still bad: repair "
+            "them too, or go on without them by --on-bad skip; the cache is as it was"
+        )
+    for number, shard in enumerate(manifest.shards):
+        path = shard_path(cache, number)
+        if number not in again and file_sha256(path) == shard.sha256:
+            part = plan.part(number)
+            keys = [source.records[position].key for position in part]
+            bad_ones = {key: manifest.skipped[key] for key in keys if key in manifest.skipped}
+            moments = torch.from_numpy(Shard(path).moments.copy())
+            _write_json(_note_path(cache, number), _note(shard.source_sha256, shard, bad_ones, moments))
+    _write_json(cache / PLAN_FILE, plan)
+    (cache / MANIFEST_FILE).unlink()
+    return f"finished before; {len(again)} shards are made again, {repaired} images skipped before can be read now"
 
 
 def build_cache(
     cache: Path,
     plan: Plan,
     source: MomentSource,
-    on_bad: Literal["stop", "skip"],
+    on_bad: OnBad,
     rank: int = 0,
     num_processes: int = 1,
     wait: Callable[[], None] = lambda: None,
@@ -168,9 +172,8 @@ def build_cache(
 ) -> Manifest:
     """Builds what is missing of a cache; each process takes every `num_processes`-th shard.
 
-    A shard is written whole or not at all, so the same command goes on after any stop. Bad images do not stop the
-    work at once: with `stop` the shards that have some are left out, all bad ones are listed at the end, and a later
-    `skip`, or repaired files, need those shards alone.
+    A shard is written whole or not at all, so the same command goes on after any stop. With `stop` all images are
+    decoded once before the first is encoded, and the bad ones listed; what was checked is not checked again.
 
     Args:
         cache: the folder; its plan must have been written by `prepare_cache`.
@@ -186,29 +189,37 @@ def build_cache(
         ValueError: images are bad and `on_bad` is `stop` (all are listed, with the way on), or moments are not finite.
     """
     if (cache / MANIFEST_FILE).is_file():
-        manifest = read_manifest(cache)
-        _require_whole(cache, manifest)
         if rank == 0:
             _tidy(cache, plan)
-        return manifest
+        return read_manifest(cache)
     mine = range(rank, plan.num_shards, num_processes)
-    bar = tqdm(total=plan.num_records, desc="latents", unit="image", disable=rank != 0, smoothing=0.05, mininterval=0.5)
-    with bar:
+    with _bar("checking images", plan, rank) as bar:
         for number in mine:
-            start = number * plan.shard_size
-            end = min(start + plan.shard_size, plan.num_records)
-            note = _read_note(cache, number)
-            if note is None or note.shard is None or note.bad:  # bad images may have been repaired since
-                note = _build_shard(cache, number, plan, source, start, end, on_bad, bar, num_processes, seconds)
+            _check_shard(cache, plan, source, number, on_bad)
+            bar.update(len(plan.part(number)) * num_processes)
+    wait()
+    if on_bad == "stop":
+        _refuse_bad([_note_of(cache, plan, source, number) for number in range(plan.num_shards)], plan, on_bad)
+    with _bar("latents", plan, rank) as bar:
+        for number in mine:
+            note = _note_of(cache, plan, source, number)
+            if note is None or note.shard is None:
+                _build_shard(cache, plan, source, number, on_bad, lambda n: bar.update(n * num_processes), seconds)
             else:
-                bar.update((end - start) * num_processes)
+                bar.update(len(plan.part(number)) * num_processes)
     wait()
     manifest = _merge(cache, plan, source, on_bad)
     wait()  # nobody tidies up while another still reads
     if rank == 0:
-        write_json(cache / MANIFEST_FILE, manifest.model_dump(mode="json"))
+        _write_json(cache / MANIFEST_FILE, manifest)
         _tidy(cache, plan)
     return manifest
+
+
+def _bar(what: str, plan: Plan, rank: int) -> "tqdm[NoReturn]":
+    return tqdm(
+        total=plan.num_records, desc=what, unit="image", disable=rank != 0, smoothing=0.05, mininterval=0.5, delay=0.5
+    )
 
 
 def _tidy(cache: Path, plan: Plan) -> None:
@@ -217,72 +228,56 @@ def _tidy(cache: Path, plan: Plan) -> None:
     (cache / PLAN_FILE).unlink(missing_ok=True)
 
 
-def _require_whole(cache: Path, manifest: Manifest) -> None:
-    for number, shard in enumerate(manifest.shards):
-        path = shard_path(cache, number)
-        if not path.is_file() or path.stat().st_size != shard.num_bytes:
-            raise ValueError(
-                f"{path}: missing or damaged; delete {cache / MANIFEST_FILE} and run the same command again"
-            )
-
-
-def prepare_cache(cache: Path, plan: Plan) -> None:
-    """Writes the plan of a new cache, or proves that the folder holds a part of the same one.
-
-    Half-written shards of a process that was killed go; call it in one process, before any writes.
-
-    Raises:
-        ValueError: it holds another cache; each difference is shown.
-    """
-    path = cache / PLAN_FILE
-    if (cache / MANIFEST_FILE).is_file():
-        before = read_manifest(cache).plan
-    elif path.is_file():
-        before = Plan.model_validate_json(path.read_text())
-    else:
-        (cache / SHARD_FOLDER).mkdir(parents=True, exist_ok=True)
-        write_json(path, plan.model_dump(mode="json"))
-        return
-    differences = [
-        f"{key} was {getattr(before, key)!r}, now {getattr(plan, key)!r}"
-        for key in Plan.model_fields
-        if getattr(before, key) != getattr(plan, key)
-    ]
-    if differences:
-        raise ValueError(f"{cache}: holds another cache: {'; '.join(differences)}; choose another folder")
-    for half in (cache / SHARD_FOLDER).glob(".*"):
-        half.unlink()
+def _check_shard(cache: Path, plan: Plan, source: MomentSource, number: int, on_bad: OnBad) -> None:
+    """Notes which images of a shard are bad: looks at all with `stop`, at those that were bad before in any case."""
+    part = plan.part(number)
+    note = _note_of(cache, plan, source, number)
+    if note is None and on_bad == "skip":
+        return  # they will be found while they are encoded
+    positions = [position for position in part if note is None or source.records[position].key in note.bad]
+    bad: dict[str, str] = {}
+    for start in range(0, len(positions), CHECKED_AT_ONCE):
+        bad |= source.bad(positions[start : start + CHECKED_AT_ONCE])
+    if note is None or bad.keys() != note.bad.keys():
+        _write_json(_note_path(cache, number), ShardNote(source_sha256=_source_sha256(source, part), bad=bad))
 
 
 def _build_shard(
     cache: Path,
-    number: int,
     plan: Plan,
     source: MomentSource,
-    start: int,
-    end: int,
-    on_bad: Literal["stop", "skip"],
-    bar: "tqdm[Any]",
-    num_processes: int,
+    number: int,
+    on_bad: OnBad,
+    update: Callable[[int], object],
     seconds: dict[str, float] | None,
-) -> ShardNote:
+) -> None:
+    part = plan.part(number)
+    source_sha256 = _source_sha256(source, part)
     moments, mirrored, records, bad = [], [], [], {}
-    for batch in source.batches(start, end):
+    for batch in source.batches(part.start, part.stop):
         moments.append(batch.moments)
         if batch.mirrored is not None:
             mirrored.append(batch.mirrored)
-        records += [source.records[position] for position in batch.positions]
+        records += [source.records[position][:2] for position in batch.positions]
         for key, reason in batch.bad.items():
             bad[key] = reason
             tqdm.write(f"bad image: {reason}")
-        bar.update((len(batch.positions) + len(batch.bad)) * num_processes)
+        update(len(batch.positions) + len(batch.bad))
     whole = torch.cat(moments)
     started = time.perf_counter()
     shard = None
     if not bad or on_bad == "skip":
-        shard = write_shard(shard_path(cache, number), whole, torch.cat(mirrored) if plan.mirrored else None, records)
-    mean, std = whole.double().chunk(2, dim=1)
-    note = ShardNote(
+        mirror_images = torch.cat(mirrored) if plan.mirrored else None
+        shard = write_shard(shard_path(cache, number), whole, mirror_images, records, source_sha256)
+    _write_json(_note_path(cache, number), _note(source_sha256, shard, bad, whole))
+    if seconds is not None:
+        seconds["write"] += time.perf_counter() - started
+
+
+def _note(source_sha256: str, shard: ShardRecord | None, bad: dict[str, str], moments: torch.Tensor) -> ShardNote:
+    mean, std = moments.double().chunk(2, dim=1)
+    return ShardNote(
+        source_sha256=source_sha256,
         shard=shard,
         bad=bad,
         sums=tuple(mean.sum((0, 2, 3)).tolist()),
@@ -290,10 +285,10 @@ def _build_shard(
         draws=tuple(std.square().sum((0, 2, 3)).tolist()),
         num_values=mean[:, 0].numel(),
     )
-    write_json(_note_path(cache, number), note.model_dump())
-    if seconds is not None:
-        seconds["write"] += time.perf_counter() - started
-    return note
+
+
+def _source_sha256(source: MomentSource, part: range) -> str:
+    return listing_sha256(source.records[part.start : part.stop])
 
 
 def _note_path(cache: Path, number: int) -> Path:
@@ -301,7 +296,7 @@ def _note_path(cache: Path, number: int) -> Path:
 
 
 def _read_note(cache: Path, number: int) -> ShardNote | None:
-    """The note of a shard that is there, or that could not be made; None for one still to come."""
+    """The note of a shard that is there, or that was only checked; None for one still to come."""
     try:
         note = ShardNote.model_validate_json(_note_path(cache, number).read_text())
     except (OSError, ValueError):
@@ -312,21 +307,32 @@ def _read_note(cache: Path, number: int) -> ShardNote | None:
     return note
 
 
-def _merge(cache: Path, plan: Plan, source: MomentSource, on_bad: Literal["stop", "skip"]) -> Manifest:
+def _note_of(cache: Path, plan: Plan, source: MomentSource, number: int) -> ShardNote | None:
+    """As `_read_note`; None also where the note is of other records."""
+    note = _read_note(cache, number)
+    return note if note and note.source_sha256 == _source_sha256(source, plan.part(number)) else None
+
+
+def _refuse_bad(notes: Iterable[ShardNote | None], plan: Plan, on_bad: OnBad) -> None:
+    bad = [reason for note in notes if note for reason in note.bad.values()]
+    all_bad = len(bad) == plan.num_records
+    if bad and (on_bad == "stop" or all_bad):
+        shown = "\n".join(bad[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
+        advice = "" if all_bad else ", or go on without them by --on-bad skip"
+        raise ValueError(
+            f"{len(bad)} of {plan.num_records} images are bad: repair or remove them{advice}; what is done is kept\n"
+            f"{shown}"
+        )
+
+
+def _merge(cache: Path, plan: Plan, source: MomentSource, on_bad: OnBad) -> Manifest:
     notes = []
     for number in range(plan.num_shards):
-        note = _read_note(cache, number)
+        note = _note_of(cache, plan, source, number)
         if note is None:
             raise ValueError(f"{shard_path(cache, number)}: missing; run the same command again")
         notes.append(note)
-    bad = {key: reason for note in notes for key, reason in note.bad.items()}
-    count = sum(note.shard.count for note in notes if note.shard)
-    if bad and (on_bad == "stop" or not count):
-        shown = "\n".join(list(bad.values())[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
-        advice = "" if not count and on_bad == "skip" else ", or go on without them by --on-bad skip"
-        raise ValueError(
-            f"{len(bad)} of {plan.num_records} images are bad: repair them{advice}; what is done is kept\n{shown}"
-        )
+    _refuse_bad(notes, plan, on_bad)
     used = {label for number in range(plan.num_shards) for label in Shard(shard_path(cache, number)).labels.tolist()}
     lost = [plan.class_names[label] for label in sorted({record.label for record in source.records} - used)]
     if lost:
@@ -338,39 +344,13 @@ def _merge(cache: Path, plan: Plan, source: MomentSource, on_bad: Literal["stop"
     return Manifest(
         plan=plan,
         shards=tuple(note.shard for note in notes if note.shard),
-        count=count,
-        skipped=bad,
+        count=sum(note.shard.count for note in notes if note.shard),
+        skipped={key: reason for note in notes for key, reason in note.bad.items()},
         latent_mean=tuple(((mean - plan.shift) * plan.scale).tolist()),
         latent_std=tuple((np.sqrt(square - mean**2 + draw) * abs(plan.scale)).tolist()),
     )
 
 
-def verify_cache(cache: Path) -> Manifest:
-    """Hashes every shard again and compares it with the manifest.
-
-    Raises:
-        ValueError: a shard is missing, damaged, too many, or not the one that was written; all are listed.
-    """
-    manifest = read_manifest(cache)
-    problems = []
-    names = {shard_path(cache, number).name for number in range(len(manifest.shards))}
-    extra = sorted(path.name for path in (cache / SHARD_FOLDER).iterdir() if path.name not in names)
-    problems += [f"{SHARD_FOLDER}/{name}: does not belong to this cache" for name in extra]
-    total = sum(shard.num_bytes for shard in manifest.shards)
-    with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, delay=2) as bar:
-        for number, shard in enumerate(manifest.shards):
-            problem = _problem(shard_path(cache, number), shard)
-            problems += [problem] if problem else []
-            bar.update(shard.num_bytes)
-    if problems:
-        raise ValueError(f"{cache}: {len(problems)} faults\n" + "\n".join(problems))
-    return manifest
-
-
-def _problem(path: Path, expected: ShardRecord) -> str | None:
-    if not path.is_file():
-        return f"{path}: missing"
-    if path.stat().st_size != expected.num_bytes:
-        return f"{path}: {path.stat().st_size} bytes, expected {expected.num_bytes}"
-    found = file_sha256(path)
-    return None if found == expected.sha256 else f"{path}: sha256 {found}, expected {expected.sha256}"
+def _write_json(path: Path, value: BaseModel) -> None:
+    with disk_errors_named(path):
+        write_json(path, value.model_dump(mode="json"))

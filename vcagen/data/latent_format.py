@@ -11,11 +11,12 @@ The bytes depend on images, keys, labels, autoencoder, crop and, in the last bit
 on the source's kind or the number of processes.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vcagen.autoencoder import AutoencoderConfig
+from vcagen.autoencoder import Autoencoder, AutoencoderConfig
 from vcagen.files import file_sha256, written_aside
 
-MANIFEST_FILE, SHARD_FOLDER = "manifest.json", "shards"
+MANIFEST_FILE, PLAN_FILE, SHARD_FOLDER = "manifest.json", "plan.json", "shards"
 FORMAT_VERSION = 1
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _NUMPY_TYPES = {"F16": np.float16, "I64": np.int64, "U8": np.uint8}
 
@@ -47,7 +50,7 @@ class Plan(BaseModel, extra="forbid", frozen=True):
         batch_size: images per encoder call, which decides the last bits; 0 for imported latents.
         shard_size: records a shard was planned for; skipped images leave fewer.
         num_records: images of the source.
-        listing_sha256: hash of their labels and keys, in order.
+        listing_sha256: hash of their labels, keys and file sizes, in order.
         class_names: in label order.
         imported_from: layout it was imported from; None where images were encoded here.
     """
@@ -80,6 +83,48 @@ class Plan(BaseModel, extra="forbid", frozen=True):
         """How many there will be."""
         return -(-self.num_records // self.shard_size)
 
+    def part(self, number: int) -> range:
+        """Positions of the records that belong into shard `number`."""
+        start = number * self.shard_size
+        return range(start, min(start + self.shard_size, self.num_records))
+
+
+def plan_for(
+    config: AutoencoderConfig,
+    autoencoder: Autoencoder,
+    records: Sequence[tuple[int, str, int]],
+    class_names: tuple[str, ...],
+    image_shape: tuple[int, int, int],
+    *,
+    mirrored: bool,
+    shard_size: int,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    batch_size: int = 0,
+    imported_from: str | None = None,
+) -> Plan:
+    """The plan of a cache of some records (label, key, bytes of the file) under an autoencoder.
+
+    Raises:
+        ValueError: the autoencoder does not take such images, or a key is not UTF-8.
+    """
+    return Plan(
+        autoencoder=config,
+        encoder_sha256=autoencoder.encoder_sha256(),
+        scale=autoencoder.scale,
+        shift=autoencoder.shift,
+        precision=precision,
+        image_size=0 if imported_from else image_shape[1],
+        image_shape=image_shape,
+        latent_shape=autoencoder.latent_shape(image_shape),
+        mirrored=mirrored,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        num_records=len(records),
+        listing_sha256=listing_sha256(records),
+        class_names=class_names,
+        imported_from=imported_from,
+    )
+
 
 class ShardRecord(BaseModel, extra="forbid", frozen=True):
     """A shard in the manifest.
@@ -88,12 +133,14 @@ class ShardRecord(BaseModel, extra="forbid", frozen=True):
         count: records in it.
         sha256: of the file.
         labels_sha256: of labels and keys, small enough to be checked whenever the cache is opened.
+        source_sha256: of labels, keys and file sizes of what was to go into it, bad images too.
         num_bytes: of the file.
     """
 
     count: int
     sha256: str
     labels_sha256: str
+    source_sha256: str
     num_bytes: int
 
 
@@ -129,34 +176,65 @@ def read_manifest(cache: Path) -> Manifest:
         ValueError: there is none, or it is damaged or of a newer format.
     """
     path = cache / MANIFEST_FILE
+    if not path.exists():
+        begun = (cache / PLAN_FILE).is_file()
+        what = "the cache is not finished; run the same command again" if begun else "not a latent cache"
+        raise ValueError(f"{path}: missing; {what}")
+    manifest = _read(path, Manifest, lambda content: content["plan"]["format_version"])
+    if manifest.count != sum(shard.count for shard in manifest.shards) or not manifest.shards:
+        raise ValueError(f"{path}: count {manifest.count} is not the sum over its shards; the manifest is damaged")
+    return manifest
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of an unfinished cache; a `ValueError` where it is damaged or of a newer format."""
+    return _read(path, Plan, lambda content: content["format_version"])
+
+
+def _read(path: Path, model: type[Model], version_in: Callable[[Any], object]) -> Model:
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        begun = (cache / SHARD_FOLDER).is_dir()
-        what = "the cache is not finished; run the same command again" if begun else "not a latent cache"
-        raise ValueError(f"{path}: missing; {what}") from error
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); build the cache again") from error
-    plan = content.get("plan") if isinstance(content, dict) else None
-    version = plan.get("format_version") if isinstance(plan, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ValueError(f"{path}: format {version} is newer than this vcagen reads ({FORMAT_VERSION}); update vcagen")
+        raise ValueError(f"{path}: cannot be read ({error}); build the cache again, into another folder") from error
+    with contextlib.suppress(KeyError, TypeError):
+        version = version_in(content)
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise ValueError(
+                f"{path}: format {version} is newer than this vcagen reads ({FORMAT_VERSION}); update vcagen"
+            )
     try:
-        manifest = Manifest.model_validate(content)
-        if manifest.count != sum(shard.count for shard in manifest.shards) or not manifest.shards:
-            raise ValueError(f"{path}: count {manifest.count} is not the sum over its shards; the manifest is damaged")
-        return manifest
+        return model.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {key}: {first['msg']}; the manifest is damaged") from error
+        key = ".".join(map(str, first["loc"])) or "content"
+        raise ValueError(
+            f"{path}: {key}: {first['msg']}; the file is damaged or not ours, choose another folder"
+        ) from error
 
 
-def listing_sha256(records: Sequence[tuple[int, str]]) -> str:
-    """Hash of labels and keys, in order."""
+@contextlib.contextmanager
+def disk_errors_named(path: Path) -> Iterator[None]:
+    """Gives an error of the disk the name of the file; what a full disk raises while writing has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def listing_sha256(records: Sequence[tuple[int, str] | tuple[int, str, int]]) -> str:
+    """Hash of labels and keys, and of the files' sizes where they are given, in order.
+
+    Raises:
+        ValueError: a key is not UTF-8.
+    """
     digest = hashlib.sha256()
-    for label, key in records:
-        digest.update(f"{label} {key}\n".encode())
+    try:
+        for record in records:
+            digest.update((" ".join(map(str, record)) + "\n").encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{record[1]!a}: the name is not UTF-8; rename it") from error
     return digest.hexdigest()
 
 
@@ -170,6 +248,7 @@ def write_shard(
     moments: torch.Tensor,
     mirrored: torch.Tensor | None,
     records: Sequence[tuple[int, str]],
+    source_sha256: str,
 ) -> ShardRecord:
     """Writes a shard, whole or not at all.
 
@@ -178,6 +257,10 @@ def write_shard(
         moments: float16 (n, 2C, h, w).
         mirrored: the same of the mirror images.
         records: label and key of each.
+        source_sha256: for the manifest.
+
+    Raises:
+        OSError: the disk refuses; the line names the file.
     """
     encoded = [key.encode() for _, key in records]
     ends = np.cumsum([len(key) for key in encoded], dtype=np.int64)
@@ -189,15 +272,16 @@ def write_shard(
     }
     if mirrored is not None:
         tensors["mirrored"] = mirrored.contiguous()
-    with written_aside(path) as aside:
+    with disk_errors_named(path), written_aside(path) as aside:
         try:
             save_file(tensors, aside, metadata={"format": "vcagen latents"})
         except SafetensorError as error:  # a disk that refuses
-            raise OSError(f"{path}: cannot be written ({error})") from error
+            raise OSError(str(error)) from error
         record = ShardRecord(
             count=len(records),
             sha256=file_sha256(aside),
             labels_sha256=listing_sha256(records),
+            source_sha256=source_sha256,
             num_bytes=aside.stat().st_size,
         )
     return record
