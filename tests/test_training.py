@@ -1,4 +1,6 @@
+import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,9 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.tiny_runs import ROOT, losses, run_train, tensors_of, tiny_config, train_command
-from tests.training_parts import at_losses, spoil
-from vcagen import training
+from tests.tiny_runs import ROOT, assert_same_run, losses, run_train, tensors_of, tiny_config, train_command
+from tests.training_parts import at_losses, precision_of_its_own, spoil
+from vcagen import run, training
 from vcagen.checkpoint import list_checkpoints
 from vcagen.data.order import TrainingOrder
 from vcagen.files import locked
@@ -27,18 +29,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "finished"
     train(tiny_config(run_dir))
     return run_dir
-
-
-def assert_same_run(run_dir: Path, reference: Path) -> None:
-    """Losses, weights, EMA and optimiser are bit-equal."""
-    assert losses(run_dir) == losses(reference)
-    step, checkpoint = list_checkpoints(run_dir)[-1]
-    reference_step, reference_checkpoint = list_checkpoints(reference)[-1]
-    assert step == reference_step
-    ours, theirs = tensors_of(checkpoint), tensors_of(reference_checkpoint)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
 
 
 def test_a_run_leaves_everything_behind(finished: Path) -> None:
@@ -61,23 +51,45 @@ def test_weights_ema_and_optimiser_all_move(finished: Path) -> None:
     assert tensors[f"optimizer.safetensors:step.{name}"] == 12
 
 
-def test_ema_is_the_plain_recursion_from_the_initial_weights(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "train.checkpoint_every=1", "train.keep_checkpoints=9", "train.max_steps=5")
-    train(config)
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("train.num_workers=2", "train.gradient_accumulation_steps=4")],
+    ids=["plain", "two workers, four micro-batches"],
+)
+def test_a_run_resumed_in_a_new_process_equals_an_uninterrupted_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    settings = ("train.max_steps=20", "train.warmup_steps=15", "train.gradient_clip=0.5", *overrides)
+    train(tiny_config(tmp_path / "straight", *settings))
+    train(tiny_config(tmp_path / "resumed", *settings, "train.max_steps=10"))
+    result = run_train(tmp_path / "resumed", *settings)
+    assert "going on from step 10\nchanged since then: train.max_steps was 10, now 20\n" in result.stdout
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_the_average_goes_on_from_its_own_place(tmp_path: Path) -> None:
+    """One weight takes given values for 50 updates; a new process adds the 51st."""
     name = "final_layer.linear.weight"
-    expected = torch.zeros(8, 32)  # DiT's initial value of this layer
-    for step in range(1, 6):
-        tensors = tensors_of(tmp_path / f"checkpoints/step_{step:07d}")
-        expected = 0.99 * expected + 0.01 * tensors[f"raw/diffusion_pytorch_model.safetensors:{name}"]
-        assert torch.allclose(tensors[f"transformer/diffusion_pytorch_model.safetensors:{name}"], expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("overrides", [(), ("train.num_workers=2",)], ids=["no workers", "two workers"])
-def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    assert run_train(tmp_path, "train.max_steps=4", *overrides).returncode == 0
-    result = run_train(tmp_path, *overrides)
-    assert "going on from step 4" in result.stdout
-    assert_same_run(tmp_path, finished)
+    with contextlib.ExitStack() as stack:
+        ready, _ = run.prepare_run(tiny_config(tmp_path), stack)
+        parameters = dict(ready.raw_model.named_parameters())
+        assert not any(p.requires_grad for p in ready.ema.parameters())
+        optimised = {p.data_ptr() for group in ready.optimizer.param_groups for p in group["params"]}
+        assert optimised == {p.data_ptr() for p in parameters.values() if p.requires_grad}
+        assert not optimised & {p.data_ptr() for p in ready.ema.parameters()}
+        expected = torch.zeros(8, 32)  # DiT's initial value
+        for update in range(1, 51):
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            ready.optimizer.step()
+            parameters[name].data.fill_(math.sin(update))
+            ready.ema.update_parameters(ready.raw_model)
+            expected += 0.01 * 0.99 ** (50 - update) * math.sin(update)
+        assert training._save(ready, 50)
+    assert run_train(tmp_path, "train.max_steps=51").returncode == 0
+    tensors = tensors_of(tmp_path / "checkpoints/step_0000051")
+    raw = tensors[f"raw/{WEIGHTS_FILE}:{name}"]
+    assert torch.allclose(raw, torch.tensor(math.sin(50)), atol=0.01)  # within a step of the optimiser
+    assert torch.allclose(tensors[f"transformer/{WEIGHTS_FILE}:{name}"], 0.99 * expected + 0.01 * raw, atol=1e-6)
+    assert json.loads((tmp_path / "checkpoints/step_0000051/state.json").read_text())["ema_updates"] == 51
 
 
 def test_resume_crosses_the_end_of_an_epoch(tmp_path: Path) -> None:
@@ -165,10 +177,11 @@ def test_every_attention_and_objective_learns(tmp_path: Path, variant: str, atte
     assert sum(values[-10:]) < 0.75 * sum(values[:10])
 
 
-def test_bf16_trains_and_keeps_float32_weights(tmp_path: Path) -> None:
-    # A process of its own: accelerate keeps one precision per process.
-    result = run_train(tmp_path, "train.precision=bf16", "train.max_steps=3")
-    assert result.returncode == 0, result.stderr
+def test_bf16_trains_and_keeps_float32_weights(finished: Path, tmp_path: Path) -> None:
+    with precision_of_its_own():
+        train(tiny_config(tmp_path, "train.precision=bf16", "train.max_steps=3"))
+    assert losses(tmp_path)[3] != losses(finished)[3]
+    assert losses(tmp_path)[3] == pytest.approx(losses(finished)[3], rel=0.02)
     tensors = tensors_of(list_checkpoints(tmp_path)[-1][1])
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
@@ -283,7 +296,7 @@ def test_a_full_disk_during_a_save_keeps_the_one_before(
         (["model.num_heads=5"], "hidden_size=32 is not divisible by model.num_heads=5"),
         (["model.attention.contrast_grid=[5,2]"], "contrast_grid=[5, 2] is larger than the token grid [4, 4]"),
         (["model.patch_size=3"], "8x8 do not divide into patches of 3x3"),
-        (["train.gradient_accumulation_steps=3"], "global_batch_size=8 does not divide"),
+        (["train.gradient_accumulation_steps=3"], "does not divide into 1 processes times"),
         (["train.trackers=[wandb9]"], "'wandb9' is not installed or not known"),
         (["train.precision=fp16"], "fp16 needs a GPU"),
         (
@@ -334,6 +347,21 @@ def test_other_settings_do_not_resume(finished: Path, override: str, message: st
     with pytest.raises(ValueError, match="trained with other settings") as error:
         train(tiny_config(finished, "train.max_steps=20", override))
     assert message in str(error.value)
+
+
+def test_settings_are_compared_key_by_key_and_what_may_change_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(tmp_path, "train.max_steps=1"))
+    changes = ("train.log_every=2", "sampler.name=heun", "train.max_steps=3")
+    with pytest.raises(ValueError, match="trained with other settings") as error:
+        train(tiny_config(tmp_path, *changes, "train.ema_decay=0.5", "train.betas=[0.5,0.9]"))
+    refused = "(train.betas was (0.9, 0.999), now (0.5, 0.9); train.ema_decay was 0.99, now 0.5)"
+    assert refused in str(error.value)
+    capsys.readouterr()
+    train(tiny_config(tmp_path, *changes))
+    allowed = "sampler.name was 'euler', now 'heun'; train.log_every was 1, now 2; train.max_steps was 1, now 3"
+    assert f"going on from step 1\nchanged since then: {allowed}\n" in capsys.readouterr().out
 
 
 def test_a_finished_run_has_nothing_to_do(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

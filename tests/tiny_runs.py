@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from vcagen.checkpoint import list_checkpoints
 from vcagen.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -67,10 +71,23 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, by file and name."""
-    from safetensors.torch import load_file
-
     return {
         f"{path.relative_to(checkpoint)}:{name}": tensor
         for path in sorted(checkpoint.rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    """Losses, norms, learning rates, weights, EMA, optimiser and counters are bit-equal."""
+    columns = ("loss", "gradient_norm", "learning_rate", "ema_decay")
+    found, expected = ([[row[c] for c in columns] for row in rows(folder).values()] for folder in (run_dir, reference))
+    assert found == expected
+    step, checkpoint = list_checkpoints(run_dir)[-1]
+    reference_step, reference_checkpoint = list_checkpoints(reference)[-1]
+    assert step == reference_step
+    assert (checkpoint / "state.json").read_text() == (reference_checkpoint / "state.json").read_text()
+    ours, theirs = tensors_of(checkpoint), tensors_of(reference_checkpoint)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from vcagen import run, training
 from vcagen.config import RunConfig, TrainConfig
@@ -140,3 +142,27 @@ def raising(error: Exception) -> Callable[[ObjectiveOutput], None]:
         raise error
 
     return act
+
+
+@contextlib.contextmanager
+def precision_of_its_own() -> Iterator[None]:
+    """Accelerate keeps one precision per process: forgets it before the block and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextlib.contextmanager
+def fp16_on_the_cpu(**scaler: Any) -> Iterator[None]:
+    """Runs train in fp16 with torch's loss scaler, which Accelerate itself offers on a GPU only."""
+
+    def build_accelerator(_: RunConfig) -> Accelerator:
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **scaler)
+        return accelerator
+
+    with precision_of_its_own(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_build_accelerator", build_accelerator)
+        yield

@@ -54,7 +54,7 @@ def soak(arguments: argparse.Namespace) -> None:
     chance = random.Random(arguments.seed)
     ends = time.monotonic() + 60 * arguments.minutes
     counts: Counter[str] = Counter()
-    differences: list[str] = []
+    found: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vcagen-soak-") as name, tqdm(desc="kills", unit="kill") as bar:
         folder = Path(name)
         while time.monotonic() < ends:
@@ -65,19 +65,19 @@ def soak(arguments: argparse.Namespace) -> None:
             _finish(config, straight)
             _break_until_finished(config, broken, chance, counts, bar.update, ends)
             counts["runs finished"] += 1
-            differences += _differences(straight, broken)
+            found += differences(straight, broken)
     result: dict[str, Any] = {
         **{key: counts[key] for key in ("runs finished", "kills survived", "full disks survived", "steps lost")},
         **{f"legs with {number} processes": counts[f"{number}"] for number in LAYOUTS},
         "steps per run": STEPS,
-        "differences": len(differences),
+        "differences": len(found),
     }
     for key, value in result.items():
         print(f"{key:24} {value}")
     if arguments.json:
-        write_json(arguments.json, result | {"differing": differences})
-    if differences:
-        raise ValueError("the broken runs differ from the straight ones:\n" + "\n".join(differences[:20]))
+        write_json(arguments.json, result | {"differing": found})
+    if found:
+        raise ValueError("the broken runs differ from the straight ones:\n" + "\n".join(found[:20]))
 
 
 def _command(config: Path, run_dir: Path, processes: int) -> list[str]:
@@ -169,7 +169,7 @@ def _logged_step(run_dir: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def _differences(first: Path, second: Path) -> list[str]:
+def differences(first: Path, second: Path) -> list[str]:
     """Every tensor of the last checkpoints and every logged loss that is not bit-equal."""
     found = []
     folders = [list_checkpoints(run)[-1][1] for run in (first, second)]
