@@ -30,7 +30,7 @@ def test_every_kind_gives_the_same_records_and_bytes(tree: Path, tmp_path: Path)
 
 
 def tar_of(path: Path, files: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
         for name, content in files.items():
             add(archive, name, content)
     return path
@@ -44,6 +44,11 @@ def tar_of(path: Path, files: dict[str, bytes]) -> Path:
         ({"a.png": b"x", "a.jpg": b"x", "a.cls": b"0"}, r"two images for a; keys must be unique"),
         ({"a.png": b"x", "a.cls": b"cat"}, r"a.cls: expected a class number, found 'cat'"),
         ({"a.txt": b"x"}, r"no images in it"),
+        (
+            {"a.png": b"x", "a.cls": b"0", "x/000.v1.PNG": b"x", "x/000.v1.cls": b"0"},
+            r"a.tar: x/000.v1.PNG: WebDataset's names end at the first dot, which makes this .v1.PNG of sample 000",
+        ),
+        ({"caf\udce9.png": b"x", "caf\udce9.cls": b"0"}, r"a.tar: 'caf\\udce9.png': the name is not UTF-8"),
     ],
 )
 def test_tars_that_do_not_pair_are_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
@@ -105,8 +110,60 @@ def test_parquet_splits_are_not_mixed(tmp_path: Path) -> None:
         open_source(str(tmp_path), split="bogus")
 
 
-@pytest.mark.parametrize("label", ["cat", 1.5, None])
+@pytest.mark.parametrize("label", ["cat", 1.5, None, -1])
 def test_labels_must_be_whole_numbers(tmp_path: Path, label: object) -> None:
     datasets.Dataset.from_dict({"image": [b"x"], "label": [label]}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"column label: .* is not a class number"):
         open_source(str(tmp_path / "a.parquet"))
+
+
+def test_compressed_tars_beside_others_are_not_passed_over(tmp_path: Path) -> None:
+    tar_of(tmp_path / "a.tar", {"a.png": b"x", "a.cls": b"0"})
+    (tmp_path / "._a.tar").write_bytes(b"of macOS")
+    assert len(open_source(str(tmp_path)).records) == 1
+    tar_of(tmp_path / "b.TAR", {"b.png": b"x", "b.cls": b"0"})
+    assert len(open_source(str(tmp_path)).records) == 2
+    with tarfile.open(tmp_path / "c.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match=r"c.tar.gz: .*decompress it, or move it elsewhere"):
+        open_source(str(tmp_path))
+
+
+def test_the_split_asked_for_is_the_one_read(tmp_path: Path) -> None:
+    splits = datasets.DatasetDict()
+    for split, count in (("train", 3), ("test", 2)):
+        rows = {"image": [b"x"] * count, "label": [0] * count}
+        splits[split] = datasets.Dataset.from_dict(rows, split=split)
+    splits.save_to_disk(tmp_path / "both")
+    splits["test"].save_to_disk(tmp_path / "one")
+    (tmp_path / "clone/data").mkdir(parents=True)
+    for split, part in splits.items():
+        part.to_parquet(tmp_path / f"clone/data/{split}-00000-of-00001.parquet")
+    for name in ("both", "clone"):
+        assert len(open_source(str(tmp_path / name)).records) == 3
+        assert len(open_source(str(tmp_path / name), split="test").records) == 2
+        with pytest.raises(ValueError, match="bogus"):
+            open_source(str(tmp_path / name), split="bogus")
+    assert len(open_source(str(tmp_path / "one"), split="test").records) == 2
+    with pytest.raises(ValueError, match="it is split test, not train; give --split test"):
+        open_source(str(tmp_path / "one"))
+    splits["train"].to_parquet(tmp_path / "0000.parquet")
+    with pytest.raises(ValueError, match="show no split test; leave out --split"):
+        open_source(str(tmp_path / "0000.parquet"), split="test")
+
+
+def test_class_names_that_come_twice_are_refused(tmp_path: Path) -> None:
+    path = tar_of(tmp_path / "a.tar", {"a.png": b"x", "a.cls": b"0"})
+    with pytest.raises(ValueError, match="class name 'crane' comes twice"):
+        open_source(str(path), class_names=("crane", "dog", "crane"))
+
+
+def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(b"four")
+    stored = [{"bytes": b"xy", "path": None}, {"bytes": None, "path": str(tmp_path / "one.png")}]
+    images = [*stored, {"bytes": None, "path": str(tmp_path / "none.png")}]
+    datasets.Dataset.from_dict({"image": images, "label": [0] * 3}).to_parquet(tmp_path / "a.parquet")
+    assert [record.size for record in open_source(str(tmp_path / "a.parquet")).records] == [2, 4, 0]
+    datasets.Dataset.from_dict({"image": [[1, 2]], "label": [0]}).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"column image holds .*; expected image files as bytes"):
+        open_source(str(tmp_path / "b.parquet"))

@@ -5,7 +5,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple, Protocol
 
 from vcagen.data.images import IMAGE_SUFFIXES, walk_class_folders
@@ -18,6 +18,7 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp")
 
 
 SPLITS = ("train", "test", "validation")  # how the hub names parquet files
+SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk writes
 MOST_CLASSES = 100_000  # without names; more is a column of something else
 
 
@@ -79,13 +80,15 @@ class _Member:
 class TarSource:
     """WebDataset shards: `NAME.jpg` (or another image suffix) with `NAME.cls`, a number; the key is the image's name.
 
+    NAME ends at the first dot behind the last slash, as WebDataset has it.
+
     Args:
         paths: uncompressed tar files.
         class_names: in label order; None numbers the classes.
 
     Raises:
-        ValueError: no images, an image without label or a label without image, a key twice, or a label beyond the
-            class names.
+        ValueError: no images, an image without label or a label without image, an image with more than one dot in its
+            name, a key twice, or a label beyond the class names.
     """
 
     def __init__(self, paths: Sequence[Path], class_names: tuple[str, ...] | None) -> None:
@@ -104,6 +107,11 @@ class TarSource:
                     image_names[sample], members[name] = name, member
                 elif suffix == "cls":
                     labels[sample] = _label(content, f"{path}: {name}")
+                elif PurePath(base).suffix.lower() in IMAGE_SUFFIXES:
+                    raise ValueError(
+                        f"{path}: {name}: WebDataset's names end at the first dot, which makes this .{suffix} of "
+                        f"sample {stem}, no image of its own; pack it as NAME.jpg or the like, without other dots"
+                    )
                 else:
                     self.ignored += 1
         _require_pairs(image_names.keys(), labels.keys(), str(paths[0].parent))
@@ -209,11 +217,16 @@ def open_source(
         ValueError: it is nothing of that kind, or class names were given for class folders, which have their own.
     """
     path = Path(name)
-    tars = [path] if path.suffix == ".tar" else sorted(path.glob("*.tar")) if path.is_dir() else []
+    tars = _visible(path, ".tar") if path.is_dir() else [path] if path.suffix.lower() == ".tar" else []
     if kind is None:
         is_dataset = not path.exists() or path.suffix == ".parquet" or (path.is_dir() and _has_dataset(path))
         kind = "tar" if tars else "datasets" if is_dataset else "folder"
     if kind == "tar":
+        if path.is_dir() and (compressed := [*_visible(path, ".gz", ".tgz", ".bz2", ".xz", ".zst")]):
+            raise ValueError(
+                f"{compressed[0]}: tar files are read at random places, which compressed ones do not allow; decompress "
+                "it, or move it elsewhere"
+            )
         if not tars or not all(tar.is_file() for tar in tars):
             raise ValueError(f"{name}: no .tar files there")
         return TarSource(tars, class_names)
@@ -224,8 +237,15 @@ def open_source(
     return FolderSource(path)
 
 
+def _visible(folder: Path, *suffixes: str) -> list[Path]:
+    """Files of a folder with one of some suffixes, in order."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if path.suffix.lower() in suffixes and not path.name.startswith("."))
+
+
 def _has_dataset(folder: Path) -> bool:
-    return (folder / "dataset_info.json").is_file() or any(folder.glob("*.parquet")) or any(folder.glob("*.arrow"))
+    saved = any((folder / name).is_file() for name in SAVED)
+    return saved or bool(_visible(folder, ".parquet", ".arrow") or _visible(folder / "data", ".parquet"))
 
 
 def _load_dataset(name: str, split: str) -> Any:
@@ -235,19 +255,33 @@ def _load_dataset(name: str, split: str) -> Any:
         raise ValueError(f"{name}: reading it needs the package datasets; pip install 'vcagen[datasets]'") from error
     path = Path(name)
     try:
-        if (path / "dataset_info.json").is_file():
-            return datasets.load_from_disk(name)
-        files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+        if any((path / file).is_file() for file in SAVED):
+            return _split_of(datasets.load_from_disk(name), split)
+        files = [path] if path.is_file() else _visible(path, ".parquet") or _visible(path / "data", ".parquet")
         if any(file.name.startswith(SPLITS) for file in files) and not path.is_file():
             files = [file for file in files if file.name.startswith(split)]
             if not files:
                 raise ValueError(f"no parquet files of split {split}")
+        if files and split != "train" and not all(file.name.startswith(split) for file in files):
+            raise ValueError(f"names of the parquet files show no split {split}; leave out --split")
         if files:
             return datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
         return datasets.load_dataset(name, split=split)
     except Exception as error:  # its own kinds of error are many
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name}: neither a folder nor a data set that can be loaded ({reason})") from error
+
+
+def _split_of(saved: Any, split: str) -> Any:
+    """The split of what `save_to_disk` wrote, one split or a `DatasetDict` of several."""
+    if isinstance(saved, dict):
+        if split not in saved:
+            raise ValueError(f"splits are {', '.join(saved)}; there is no {split}")
+        return saved[split]
+    # A part of a split is called train[:10], say.
+    if saved.split is not None and split not in (str(saved.split), str(saved.split).partition("[")[0]):
+        raise ValueError(f"it is split {saved.split}, not {split}; give --split {saved.split}")
+    return saved
 
 
 def _scan_tar(path: Path) -> Any:
@@ -260,6 +294,8 @@ def _scan_tar(path: Path) -> Any:
                 name = re.sub(r"^(\./)+", "", info.name)
                 if not info.isfile() or any(part.startswith(".") for part in name.split("/")):
                     continue
+                if not _is_utf8(name):
+                    raise ValueError(f"{path}: {name!a}: the name is not UTF-8; pack it again with names in UTF-8")
                 member = archive.extractfile(info) if name.endswith(".cls") else None
                 yield name, _Member(path, info.offset_data, info.size), member.read() if member else b""
         # A damaged header looks like the end to tarfile; a whole archive has zeros there.
@@ -269,6 +305,14 @@ def _scan_tar(path: Path) -> Any:
                 raise tarfile.TarError(f"it breaks off or is damaged at byte {end}")
     except (tarfile.TarError, OSError) as error:
         raise ValueError(f"{path}: not a whole, uncompressed tar file ({error})") from error
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # Python stands in for bytes that are no UTF-8
+        return False
+    return True
 
 
 def _label(content: bytes, name: str) -> int:
