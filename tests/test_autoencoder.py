@@ -95,6 +95,14 @@ def test_images_an_autoencoder_cannot_take_are_refused() -> None:
         autoencoder.latent_shape((3, 12, 16))
 
 
+def test_an_autoencoder_must_give_back_images_of_its_own_kind(tmp_path: Path) -> None:
+    tiny_vae(out_channels=1).save_pretrained(tmp_path / "grey")
+    tiny_vae().save_pretrained(tmp_path / "colour")
+    for source, decoder in (("grey", None), ("colour", str(tmp_path / "grey"))):
+        with pytest.raises(ValueError, match=r"grey: images of 3 channels are encoded, but decoded ones have 1"):
+            build_autoencoder(KLConfig(source=str(tmp_path / source)), DecodingConfig(decoder=decoder))
+
+
 def test_an_autoencoder_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=rf"autoencoder.source={tmp_path}: no AutoencoderKL can be loaded"):

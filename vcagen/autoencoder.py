@@ -187,7 +187,7 @@ def build_autoencoder(
         vae: the config's `AutoencoderKL` where it has been loaded already.
 
     Raises:
-        ValueError: it cannot be loaded, or the decoder is of other latents.
+        ValueError: it cannot be loaded, or the decoder is of other latents or makes other images.
     """
     if isinstance(config, IdentityConfig):
         if decoding.decoder is not None:
@@ -198,6 +198,7 @@ def build_autoencoder(
         return IdentityAutoencoder(decoding.rounding)
     vae = vae if vae is not None else load_vae(config.source, "autoencoder.source")
     if decoding.decoder is None or decoding.decoder == config.source:
+        _require_images_of_one_kind(f"autoencoder.source={config.source}", vae, vae)
         return KLAutoencoder(vae, vae, decoding.rounding)
     decoder = load_vae(decoding.decoder, "decoding.decoder")
     for what, first, second in [
@@ -209,7 +210,16 @@ def build_autoencoder(
                 f"decoding.decoder={decoding.decoder}: {what} {second}, but {first} in {config.source}; it decodes "
                 "other latents"
             )
+    _require_images_of_one_kind(f"decoding.decoder={decoding.decoder}", vae, decoder)
     return KLAutoencoder(vae, decoder, decoding.rounding)
+
+
+def _require_images_of_one_kind(key: str, vae: AutoencoderKL, decoder: AutoencoderKL) -> None:
+    channels = (vae.config.in_channels, decoder.config.out_channels)
+    if channels[0] != channels[1]:
+        raise ValueError(
+            f"{key}: images of {channels[0]} channels are encoded, but decoded ones have {channels[1]}; must be equal"
+        )
 
 
 def load_vae(source: str, key: str) -> AutoencoderKL:

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -260,6 +261,31 @@ def test_one_flipped_byte_is_found(cache: Path) -> None:
     latents(cache)  # size, labels and keys are as they were
     with pytest.raises(ValueError, match=r"1 faults\n.*00001.safetensors: sha256 [0-9a-f]+, expected [0-9a-f]+"):
         verify_cache(cache)
+
+
+def test_labels_without_class_names_are_found(cache: Path) -> None:
+    path = cache / "manifest.json"
+    content = json.loads(path.read_text())
+    content["plan"]["class_names"] = content["plan"]["class_names"][:7]
+    path.write_text(json.dumps(content))
+    message = r"00003.safetensors: labels from 8 to 9, but 7 class names in manifest.json"
+    with pytest.raises(ValueError, match=message):
+        verify_cache(cache)
+    with pytest.raises(ValueError, match="labels up to 9, but 7 class names"):
+        latents(cache)
+
+
+def test_a_disk_that_refuses_is_told_with_the_file(tmp_path: Path, tree: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit, name in ((100, "plan.json"), (100_000, "shards/00000.safetensors")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match=rf"{name}: cannot be written \(.*too large"):
+                build(tree, tmp_path / "cache", IdentityAutoencoder())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    build(tree, tmp_path / "cache", IdentityAutoencoder())
+    verify_cache(tmp_path / "cache")
 
 
 def test_missing_cut_and_extra_shards_are_refused(cache: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vcagen.autoencoder import Autoencoder, to_numpy
-from vcagen.data.latent_format import Manifest, Shard, shard_path
+from vcagen.data.latent_format import Manifest, Shard, disk_errors_named, shard_path
 from vcagen.files import write_grid, write_text
 
 REPORT_FILE, SHEET_FILE = "report.md", "contact_sheet.png"
@@ -53,7 +53,8 @@ def write_report(
         "",
         *(f"- {reason}" for reason in manifest.skipped.values()),
     ]
-    write_text(cache / REPORT_FILE, "\n".join(lines) + "\n")
+    with disk_errors_named(cache / REPORT_FILE):
+        write_text(cache / REPORT_FILE, "\n".join(lines) + "\n")
 
 
 @torch.no_grad()
@@ -90,7 +91,8 @@ def write_contact_sheet(
         for line in (0, 1)
         for tile in [pair[line] for pair in row] + [blank] * (columns - len(row))
     ]
-    write_grid(cache / SHEET_FILE, np.stack(images), columns)
+    with disk_errors_named(cache / SHEET_FILE):
+        write_grid(cache / SHEET_FILE, np.stack(images), columns)
 
 
 def _rounded(values: tuple[float, ...]) -> list[float]:

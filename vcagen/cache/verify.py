@@ -4,7 +4,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from vcagen.data.latent_format import SHARD_FOLDER, Manifest, ShardRecord, read_manifest, shard_path
+from vcagen.data.latent_format import (
+    MANIFEST_FILE,
+    SHARD_FOLDER,
+    Manifest,
+    Shard,
+    ShardRecord,
+    read_manifest,
+    shard_path,
+)
 from vcagen.files import file_sha256
 
 
@@ -12,7 +20,8 @@ def verify_cache(cache: Path) -> Manifest:
     """Hashes every shard again and compares it with the manifest.
 
     Raises:
-        ValueError: a shard is missing, damaged, too many, or not the one that was written; all are listed.
+        ValueError: a shard is missing, damaged, too many, or not the one that was written, or has
+            labels without class names; all are listed.
     """
     manifest = read_manifest(cache)
     problems = []
@@ -22,7 +31,7 @@ def verify_cache(cache: Path) -> Manifest:
     total = sum(shard.num_bytes for shard in manifest.shards)
     with tqdm(total=total, desc="verifying", unit="B", unit_scale=True, delay=2) as bar:
         for number, shard in enumerate(manifest.shards):
-            problem = _problem(shard_path(cache, number), shard)
+            problem = _problem(shard_path(cache, number), shard, len(manifest.plan.class_names))
             problems += [problem] if problem else []
             bar.update(shard.num_bytes)
     if problems:
@@ -30,10 +39,15 @@ def verify_cache(cache: Path) -> Manifest:
     return manifest
 
 
-def _problem(path: Path, expected: ShardRecord) -> str | None:
+def _problem(path: Path, expected: ShardRecord, num_classes: int) -> str | None:
     if not path.is_file():
         return f"{path}: missing"
     if path.stat().st_size != expected.num_bytes:
         return f"{path}: {path.stat().st_size} bytes, expected {expected.num_bytes}"
     found = file_sha256(path)
-    return None if found == expected.sha256 else f"{path}: sha256 {found}, expected {expected.sha256}"
+    if found != expected.sha256:
+        return f"{path}: sha256 {found}, expected {expected.sha256}"
+    labels = Shard(path).labels.tolist()
+    if labels and not 0 <= min(labels) <= max(labels) < num_classes:
+        return f"{path}: labels from {min(labels)} to {max(labels)}, but {num_classes} class names in {MANIFEST_FILE}"
+    return None
