@@ -38,7 +38,7 @@ ALLOWED = {
 THIRD_PARTY = {
     "torch_fidelity": ("fid",),
     "accelerate": ("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
-    "datasets": ("vcagen.cache.sources",),
+    "datasets": ("vcagen.cache.hugging_face",),
 }
 SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/*.py"), ROOT / "train.py", ROOT / "sample.py"]
 

@@ -13,7 +13,8 @@ from PIL import Image
 from tests.tiny_runs import ROOT
 from vcagen.autoencoder import Autoencoder, IdentityConfig, KLConfig
 from vcagen.cache.moments import EncodedImages
-from vcagen.cache.sources import ImageSource, open_source
+from vcagen.cache.records import ImageSource
+from vcagen.cache.sources import open_source
 from vcagen.cache.writer import build_cache, prepare_cache
 from vcagen.data.latent_format import Manifest, Plan, plan_for
 

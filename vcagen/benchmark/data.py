@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from vcagen.autoencoder import KLAutoencoder, KLConfig, load_vae
 from vcagen.cache.moments import EncodedImages
-from vcagen.cache.sources import Record
+from vcagen.cache.records import Record
 from vcagen.cache.writer import build_cache, prepare_cache
 from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
 from vcagen.data.latent_format import MANIFEST_FILE, Manifest, plan_for, shard_path, write_shard

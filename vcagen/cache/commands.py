@@ -13,8 +13,9 @@ from accelerate import PartialState
 from vcagen.autoencoder import Autoencoder, DecodingConfig, IdentityConfig, KLConfig, build_autoencoder
 from vcagen.cache.importers import ImportedLatents
 from vcagen.cache.moments import EncodedImages, MomentSource
+from vcagen.cache.records import names_for
 from vcagen.cache.report import REPORT_FILE, SHEET_FILE, write_contact_sheet, write_report
-from vcagen.cache.sources import names_for, open_source
+from vcagen.cache.sources import open_source
 from vcagen.cache.verify import verify_cache
 from vcagen.cache.writer import OnBad, build_cache, prepare_cache
 from vcagen.class_names import read_class_names
@@ -52,8 +53,7 @@ def build(arguments: argparse.Namespace) -> None:
     if not process.is_main_process:
         return
     positions = {record.key: position for position, record in enumerate(source.records)}
-    num_encoded = -(-manifest.count // process.num_processes)
-    write_report(arguments.cache, manifest, arguments.source, source.ignored, dict(images.seconds), num_encoded)
+    write_report(arguments.cache, manifest, arguments.source, source.ignored, images.seconds, images.num_encoded)
     write_contact_sheet(arguments.cache, manifest, autoencoder.float(), lambda key: images.image(positions[key]))
     print(_describe(arguments.cache, manifest))
 

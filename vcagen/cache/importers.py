@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from vcagen.autoencoder import Autoencoder
 from vcagen.cache.moments import Moments
-from vcagen.cache.sources import Record, file_size, whole_label
+from vcagen.cache.records import Record, file_size, whole_label
 
 Layout = Literal["fast-dit", "repa", "lightningdit", "edm2"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vcagen.autoencoder import Autoencoder
-from vcagen.cache.sources import ImageSource, Record
+from vcagen.cache.records import ImageSource, Record
 from vcagen.data.images import center_crop, decode_bytes
 
 
@@ -46,6 +46,7 @@ class EncodedImages:
         num_threads: that decode.
 
     Attributes:
+        num_encoded: images so far.
         seconds: spent so far on `decode` (over all threads), `encode` and, by the caller, `write`.
     """
 
@@ -62,6 +63,7 @@ class EncodedImages:
         self.records = source.records
         self.image_size, self.mirrored = image_size, mirrored
         self.batch_size, self.num_threads = batch_size, num_threads
+        self.num_encoded = 0
         self.seconds = {"decode": 0.0, "encode": 0.0, "write": 0.0}
 
     def image(self, position: int) -> np.ndarray:
@@ -126,6 +128,7 @@ class EncodedImages:
         images = torch.from_numpy(np.stack([found[position] for position in good])).to(device)
         moments = self._half(images, good)
         mirrored = self._half(images.flip(-1), good) if self.mirrored else None
+        self.num_encoded += len(good)
         self.seconds["encode"] += time.perf_counter() - started
         return Moments(good, moments, mirrored, bad)
 
