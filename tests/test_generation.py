@@ -9,13 +9,14 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from fid.sampled import score_folder
 from tests.conftest import fill_with_noise
 from tests.tiny_runs import ROOT, tiny_config
 from vcagen import run as run_module
 from vcagen.checkpoint import load_state
 from vcagen.generation import LoadedModel, PlannedSample, load_model, parse_labels, plan_samples
 from vcagen.pipeline_folder import load_transformer
-from vcagen.sample_folder import prepare_samples, samples_folder, write_samples
+from vcagen.sample_folder import prepare_samples, write_samples
 from vcagen.training import train
 
 SAMPLERS = {
@@ -118,7 +119,8 @@ def test_images_of_other_weights_at_the_same_step_are_not_taken_for_these(
     monkeypatch.chdir(tmp_path)
     relative = load_model(Path("run"))  # the same weights by another path are the same
     write(relative, samples, tmp_path / "images")
-    assert samples_folder(relative, samples).name == samples_folder(before, samples).name
+    assert score_folder(relative, 9, 0).name == score_folder(before, 9, 0).name
+    assert score_folder(before, 9, 0) != score_folder(before, 9, 1)
     shutil.rmtree(run_dir / "checkpoints/step_0000001/transformer")
     shutil.copytree(run_dir / "checkpoints/step_0000001/raw", run_dir / "checkpoints/step_0000001/transformer")
     path = run_dir / "checkpoints/step_0000001/transformer/diffusion_pytorch_model.safetensors"
@@ -126,7 +128,7 @@ def test_images_of_other_weights_at_the_same_step_are_not_taken_for_these(
     tensors["final_layer.linear.bias"] += 1.0
     save_file(tensors, path)
     after = load_model(run_dir)
-    assert samples_folder(after, samples) != samples_folder(before, samples)
+    assert score_folder(after, 9, 0) != score_folder(before, 9, 0)
     with pytest.raises(ValueError, match="holds other samples already"):
         write(after, samples, tmp_path / "images")
 

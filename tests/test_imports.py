@@ -37,7 +37,10 @@ ALLOWED = {
 }
 THIRD_PARTY = {
     "torch_fidelity": ("fid",),
-    "accelerate": ("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
+    "accelerate": (
+        *("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
+        *("fid.score", "fid.make_reference"),
+    ),
     "datasets": ("vcagen.cache.hugging_face",),
 }
 SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/*.py"), ROOT / "train.py", ROOT / "sample.py"]

@@ -51,9 +51,17 @@ def plan_samples(labels: Sequence[int], seed: int, num_classes: int) -> list[Pla
 
 
 def plan_labels(num_samples: int, seed: int, num_classes: int, mode: LabelMode) -> list[int]:
-    """Labels of a set to score: `balanced` goes round the classes, `random` draws label i from (seed, i) alone."""
+    """Labels of a set to score; label i depends on (seed, i) alone in both modes.
+
+    `random` draws each label by itself. `balanced` shuffles all classes, round after round, so that classes differ by
+    one image at most and a split of the set is no run of one class.
+    """
     if mode == "balanced":
-        return [index % num_classes for index in range(num_samples)]
+        labels: list[int] = []
+        for start in range(0, num_samples, num_classes):
+            generator = sample_generator(seed, "labels", start // num_classes)
+            labels += torch.randperm(num_classes, generator=generator).tolist()
+        return labels[:num_samples]
     generators = (sample_generator(seed, "label", index) for index in range(num_samples))
     return [int(torch.randint(num_classes, (), generator=generator)) for generator in generators]
 
@@ -142,6 +150,10 @@ class ImageMaker:
         return sample_ode(velocity_fn, noise, interval, config.sampler)
 
     @torch.no_grad()
+    def batch(self, samples: Sequence[PlannedSample]) -> np.ndarray:
+        """The images of samples taken together, uint8 (B, H, W, C)."""
+        return to_numpy(self.autoencoder.decode(self.latents(*labels_and_generators(samples))))
+
     def images(
         self, samples: Sequence[PlannedSample], batch_size: int, progress: bool = True
     ) -> Iterator[tuple[PlannedSample, np.ndarray]]:
@@ -149,8 +161,7 @@ class ImageMaker:
         with tqdm(total=len(samples), desc="sampling", unit="image", disable=not progress, delay=2) as bar:
             for start in range(0, len(samples), batch_size):
                 batch = samples[start : start + batch_size]
-                latents = self.latents(*labels_and_generators(batch))
-                images = to_numpy(self.autoencoder.decode(latents))
+                images = self.batch(batch)
                 bar.update(len(batch))
                 yield from zip(batch, images, strict=True)
 

@@ -1,6 +1,5 @@
 """A folder of sampled images, `000000.png` and on, with `samples.json`, which says how they were made."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,15 +69,6 @@ def read_samples(samples: Sequence[PlannedSample], folder: Path) -> np.ndarray:
     """Images that `write_samples` wrote, uint8 (N, H, W, 1 or 3)."""
     images = np.stack([np.asarray(Image.open(image_path(folder, sample.index))) for sample in samples])
     return images if images.ndim == 4 else images[..., None]
-
-
-def samples_folder(model: LoadedModel, samples: Sequence[PlannedSample]) -> Path:
-    """A folder in the run's own for these samples: other weights, protocol or plan are another folder."""
-    record = {"protocol": model.protocol, "samples": [sample.model_dump() for sample in samples]}
-    digest = hashlib.sha256(json.dumps(_identity(record), sort_keys=True).encode()).hexdigest()[:8]
-    step = model.weights_record.step
-    name = f"{len(samples)}-{digest}" if step is None else f"step_{step:07d}-{len(samples)}-{digest}"
-    return model.folder / "samples" / name
 
 
 def _identity(record: dict[str, Any]) -> dict[str, Any]:

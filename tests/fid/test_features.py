@@ -48,6 +48,15 @@ def test_inception_features_do_not_depend_on_the_batch(inception):
     torch.testing.assert_close(together[:1], alone, rtol=1e-5, atol=1e-5)
 
 
+def test_digits_features_do_not_depend_on_the_batch(digits_images):
+    extractor = build_extractor(DIGITS)
+    together = extractor(digits_images[:100])
+    for size in (1, 7):
+        parts = [extractor(batch) for batch in digits_images[:100].split(size)]
+        assert torch.equal(torch.cat([part.pooled for part in parts]), together.pooled)
+        assert torch.equal(torch.cat([part.logits for part in parts]), together.logits)
+
+
 @pytest.mark.parametrize("name", [INCEPTION, DIGITS])
 def test_images_must_be_uint8_with_three_channels(name, inception):
     extractor = inception if name == INCEPTION else build_extractor(name)
@@ -110,8 +119,8 @@ def test_digits_extractor_is_the_classifier(digits_images):
     extractor = build_extractor(DIGITS)
     output = extractor(digits_images[:4])
     expected = digits_classifier.load_digits_classifier()(digits_images[:4])
-    assert torch.equal(output.pooled, expected.features)
-    assert torch.equal(output.logits, expected.logits)
+    torch.testing.assert_close(output.pooled, expected.features, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
     assert (extractor.name, extractor.dimension) == (DIGITS, 64)
     assert len(extractor.weights_sha256) == 64
     with pytest.raises(ValueError, match="32x32; the digits classifier takes 8x8 only"):
