@@ -501,7 +501,9 @@ def test_skipped_images_are_tried_again_and_they_alone(tmp_path: Path) -> None:
     build(tree, cache, IdentityAutoencoder(), on_bad="skip")
     assert (contents(cache), stamps(cache)) == (before, written)
     (tree / "0/3.png").write_bytes(good["0/3.png"])
-    with pytest.raises(ValueError, match=r"1 can be read now, but 1 are still bad: .*; the cache is as it was"):
+    with pytest.raises(
+        ValueError, match=r"1 images skipped before can be read now, but 1 are still bad: .*; the cache is as it was"
+    ):
         build(tree, cache, IdentityAutoencoder())
     assert (contents(cache), stamps(cache)) == (before, written)
     manifest = build(tree, cache, IdentityAutoencoder(), on_bad="skip")

@@ -144,8 +144,9 @@ def _reopen(cache: Path, manifest: Manifest, plan: Plan, source: MomentSource, o
         return "finished before; names, labels and file sizes are as they were (contents are not compared)"
     if still_bad and on_bad == "stop":
         raise ValueError(
-            f"{cache}: of the images skipped before, {repaired} can be read now, but {still_bad} are still bad: repair "
-            "them too, or go on without them by --on-bad skip; the cache is as it was"
+            f"{cache}: {len(again)} of its shards are to be made again, {repaired} images skipped before can be read "
+            f"now, but {still_bad} are still bad: repair them too, or go on without them by --on-bad skip; the cache "
+            "is as it was"
         )
     for number, shard in enumerate(manifest.shards):
         path = shard_path(cache, number)
@@ -193,7 +194,7 @@ def build_cache(
             _tidy(cache, plan)
         return read_manifest(cache)
     mine = range(rank, plan.num_shards, num_processes)
-    with _bar("checking images", plan, rank) as bar:
+    with _bar("checking images", plan, rank, delay=0.5) as bar:  # without `stop` there is little to check
         for number in mine:
             _check_shard(cache, plan, source, number, on_bad)
             bar.update(len(plan.part(number)) * num_processes)
@@ -216,10 +217,10 @@ def build_cache(
     return manifest
 
 
-def _bar(what: str, plan: Plan, rank: int) -> "tqdm[NoReturn]":
-    return tqdm(
-        total=plan.num_records, desc=what, unit="image", disable=rank != 0, smoothing=0.05, mininterval=0.5, delay=0.5
-    )
+def _bar(what: str, plan: Plan, rank: int, delay: float = 0) -> "tqdm[NoReturn]":
+    """Of the main process, over all images."""
+    total = plan.num_records
+    return tqdm(total=total, desc=what, unit="image", disable=rank != 0, smoothing=0.05, mininterval=0.5, delay=delay)
 
 
 def _tidy(cache: Path, plan: Plan) -> None:
