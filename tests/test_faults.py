@@ -9,7 +9,7 @@ import torch
 
 from tests.cache.helpers import build, write_tree
 from tests.tiny_runs import losses, tensors_of, tiny_config
-from tests.training_parts import at_losses, fp16_on_the_cpu, spoil
+from tests.training_parts import at_losses, fp16_on_the_cpu, sharded_on_the_cpu, spoil
 from vcagen.autoencoder import IdentityAutoencoder
 from vcagen.bad_steps import sample_names
 from vcagen.checkpoint import list_checkpoints
@@ -96,3 +96,18 @@ def test_an_overflow_in_fp16_skips_the_update_and_halves_the_scale(tmp_path: Pat
     state = json.loads((tmp_path / "checkpoints/step_0000012/state.json").read_text())
     assert state["scaler"]["scale"] == 2.0**9
     assert state["ema_updates"] == 11
+
+
+def test_other_ways_to_split_weights_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate: FSDP is for several processes with a GPU each"):
+        train(tiny_config(tmp_path / "run"))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with sharded_on_the_cpu(activation_checkpointing=True), pytest.raises(ValueError, match="renames weights"):
+        train(tiny_config(tmp_path / "run"))
+    with (
+        sharded_on_the_cpu(fsdp_version=1),
+        pytest.raises(ValueError, match="use fsdp_version 2"),
+    ):
+        train(tiny_config(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

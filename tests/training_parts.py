@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 from vcagen import run, training
 from vcagen.config import RunConfig, TrainConfig
@@ -166,3 +167,26 @@ def fp16_on_the_cpu(**scaler: Any) -> Iterator[None]:
     with precision_of_its_own(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_build_accelerator", build_accelerator)
         yield
+
+
+@contextlib.contextmanager
+def sharded_on_the_cpu(**settings: Any) -> Iterator[None]:
+    """Runs train under FSDP2, which torch offers on the CPU too, but Accelerate asks for on a GPU only."""
+    build = run._build_accelerator
+
+    def build_accelerator(config: RunConfig) -> Accelerator:
+        accelerator = build(config)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            **({"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"} | settings)
+        )
+        run._require_known_sharding(accelerator)
+        return accelerator
+
+    AcceleratorState._reset_state()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "_build_accelerator", build_accelerator)
+            yield
+    finally:
+        AcceleratorState._reset_state()

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from tests.tiny_runs import tiny_config
-from tests.training_parts import Watched, at_losses, double_precision, raising, sample_ids, spoil
+from tests.training_parts import (
+    Watched,
+    at_losses,
+    double_precision,
+    raising,
+    sample_ids,
+    sharded_on_the_cpu,
+    spoil,
+)
 from vcagen import run, training
 from vcagen.bad_steps import NotFiniteError
 from vcagen.signals import Interrupted
@@ -23,6 +31,7 @@ PRINTED = ("train.log_every=10", "train.checkpoint_every=99", "train.preview_eve
 WATCHED = ("train.max_steps=3", "train.label_dropout=0.5", "train.global_batch_size=16")
 DOUBLE = ("train.max_steps=3", "train.gradient_clip=0.05", "train.learning_rate=0.1", "train.warmup_steps=2")
 EMA = ("model.attention.name=mhsa", "train.max_steps=5", "train.checkpoint_every=1", "train.keep_checkpoints=9")
+SHARDED = ("train.max_steps=6", "train.checkpoint_every=99", "train.gradient_clip=0.5", "train.preview_every=6")
 EPOCHS = ("train.global_batch_size=4", "train.max_steps=48")  # 3 epochs of 64 samples
 
 
@@ -65,6 +74,28 @@ def not_finite(run_dir: Path, rank: int) -> str:
     raise AssertionError("nothing stopped the run")
 
 
+def sharded(folder: Path, rank: int) -> dict[str, Any]:
+    """FSDP2: a run of its own, the middle of a run of one process, and a run that goes wrong."""
+    shares: list[float] = []
+
+    def prepare(*arguments: Any) -> Any:
+        ready, first_step = run.prepare_run(*arguments)
+        for parameters in (ready.raw_model.parameters(), ready.ema.module.parameters()):
+            sizes = [(p.to_local().numel(), p.numel()) for p in parameters]
+            shares.append(sum(local for local, _ in sizes) / sum(whole for _, whole in sizes))
+        return ready, first_step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "prepare_run", prepare)
+        with sharded_on_the_cpu():
+            train(tiny_config(folder / "sharded straight", *SHARDED))
+            message = not_finite(folder / "not finite sharded", rank)
+        with sharded_on_the_cpu(cpu_ram_efficient_loading=True):
+            halves = ("train.gradient_accumulation_steps=2", "model.gradient_checkpointing=true")
+            train(tiny_config(folder / "sharded middle", *SHARDED, *halves, "train.max_steps=4"))
+    return {"shares": shares, "message": message}
+
+
 def found_out(folder: Path, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     train(tiny_config(folder / "printed", *PRINTED, "train.max_steps=13"))  # one process trained it to step 7
@@ -80,6 +111,7 @@ def found_out(folder: Path, rank: int) -> dict[str, Any]:
         for workers, first_step in [(0, 0), (0, 21), (2, 16)]
     ]
     found["stopped"] = stopped(folder / "stopped", rank)
+    found["sharded"] = sharded(folder, rank)
     found["not finite"] = not_finite(folder / "not finite", rank)
     return found
 
@@ -92,7 +124,10 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             at_losses(patch, {6}, raising(ValueError("seven.png: cannot be read")))
-        train(tiny_config(folder / "raised", "train.checkpoint_every=99"))
+        try:
+            train(tiny_config(folder / "raised", "train.checkpoint_every=99"))
+        except Interrupted as interrupted:
+            sys.exit(str(interrupted))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import torch
 
 from vcagen.config import TrainConfig
 from vcagen.models.transformer import DiffusionTransformer
+from vcagen.sharding import split_like
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -28,14 +29,21 @@ def build_optimizer(model: DiffusionTransformer, config: TrainConfig) -> torch.o
 
 
 class OptimizerTensors:
-    """The moments of an AdamW optimiser as tensors named `kind.parameter_name`, and back."""
+    """The moments of an AdamW optimiser as tensors named `kind.parameter_name`, and back.
+
+    The tensors that are read are split where the parameters are; those that are written are whole.
+    """
 
     kinds = ("exp_avg", "exp_avg_sq", "step")
 
     def __init__(self, model: DiffusionTransformer, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+        self.model, self.optimizer = model, optimizer
+
+    @property
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters in the optimiser's order, as they are now: splitting a model exchanges them."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [(names[id(p)], p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def read(self) -> dict[str, torch.Tensor]:
         """The tensors; only after the first update are there any."""
@@ -57,8 +65,8 @@ class OptimizerTensors:
 
     def write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Puts tensors that `read` returned back."""
-        state = {
-            index: {kind: tensors[f"{kind}.{name}"] for kind in self.kinds}
-            for index, (name, _) in enumerate(self.named)
-        }
+        state = {}
+        for index, (name, parameter) in enumerate(self.named):
+            parts = {kind: split_like(tensors[f"{kind}.{name}"], parameter) for kind in self.kinds if kind != "step"}
+            state[index] = parts | {"step": tensors[f"step.{name}"]}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})

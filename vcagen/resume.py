@@ -40,9 +40,10 @@ RESUMABLE_KEYS = (
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says of the run that goes on: its counters, and the settings that have changed since."""
+    """What a checkpoint says of the run that goes on: counters, moments, and the settings that have changed since."""
 
     state: CheckpointState
+    moments: dict[str, torch.Tensor]
     changes: tuple[str, ...]
 
 
@@ -54,7 +55,7 @@ def resume(
     ema: torch.optim.swa_utils.AveragedModel,
     moments: OptimizerTensors,
 ) -> Resumed:
-    """Loads everything a checkpoint holds into the run.
+    """Loads the weights of a checkpoint; the rest is read, compared with the run and returned.
 
     Raises:
         ValueError: the checkpoint is of another run (other settings, classes or data) or damaged; what was loaded by
@@ -72,8 +73,7 @@ def resume(
     assert isinstance(ema.module, DiffusionTransformer)
     load_weights(ema.module, checkpoint, "ema")
     ema.n_averaged.fill_(state.ema_updates + 1)
-    moments.write(checkpoints.load_optimizer_tensors(checkpoint, moments.expected()))
-    return Resumed(state, changes)
+    return Resumed(state, checkpoints.load_optimizer_tensors(checkpoint, moments.expected()), changes)
 
 
 def _require_same_classes(now: tuple[str, ...], before: tuple[str, ...], checkpoint: Path) -> None:

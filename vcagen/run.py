@@ -1,6 +1,7 @@
 """A run made ready: everything built, checked and resumed before the first step."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vcagen import checkpoint as checkpoints
@@ -22,6 +24,7 @@ from vcagen.objectives import Objective, build_objective
 from vcagen.optimizer import OptimizerTensors, build_optimizer
 from vcagen.resume import resume
 from vcagen.seeds import seed_from
+from vcagen.sharding import is_sharded, split_model_like
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Run:
     data: TrainingData
     micro_batch_size: int  # samples per forward pass of one process
     raw_model: DiffusionTransformer
-    model: torch.nn.Module  # raw_model, wrapped where there are several processes
+    model: torch.nn.Module  # raw_model, wrapped where there are several processes; under FSDP2 it is split itself
     ema: AveragedModel
     optimizer: torch.optim.Optimizer
     moments: OptimizerTensors
@@ -113,8 +116,12 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         torch.set_float32_matmul_precision("high")
     if config.train.compile:
         raw_model.compile_repeated_blocks()  # in place, so no name changes
-    model, optimizer = accelerator.prepare(raw_model, optimizer)
+    model, prepared_optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
+    if is_sharded(raw_model):
+        split_model_like(ema.module, raw_model)
+    if resumed:
+        moments.write(resumed.moments)
     if accelerator.scaler is not None and resumed and resumed.state.scaler:
         accelerator.scaler.load_state_dict(resumed.state.scaler)
     objective = build_objective(config.objective)
@@ -127,7 +134,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
             raw_model,
             model,
             ema,
-            optimizer,
+            prepared_optimizer,
             moments,
             objective,
             autoencoder.to(accelerator.device),
@@ -168,13 +175,34 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
             )
     if config.train.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU; use bf16 or fp32 on the CPU")
-    return Accelerator(
+    accelerator = Accelerator(
         # Without this, several processes on a machine without accelerator do not find each other.
         cpu=not torch.accelerator.is_available(),
         mixed_precision={"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.train.precision],
         log_with=list(config.train.trackers) or None,
         project_dir=config.run_dir,
     )
+    _require_known_sharding(accelerator)
+    return accelerator
+
+
+def _require_known_sharding(accelerator: Accelerator) -> None:
+    """Takes Accelerate's FSDP2 as it is, but for what would change results, and refuses its other ways to split."""
+    kind = accelerator.distributed_type
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.activation_checkpointing:
+            raise ValueError(
+                "accelerate: fsdp_activation_checkpointing renames weights; use model.gradient_checkpointing"
+            )
+        # Autocast decides, as without FSDP, what is computed in half precision; FSDP would cast times and norms too.
+        plugin.mixed_precision_policy = None
+        # Every process has all weights at the start; Accelerate's other way stumbles over the position table.
+        plugin.cpu_ram_efficient_loading = False
+    elif kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"accelerate: {kind.value} is not known here; use fsdp_version 2, or none of them")
+    elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise ValueError("accelerate: FSDP is for several processes with a GPU each; start without it here")
 
 
 def _require_same_data(accelerator: Accelerator, data: TrainingData) -> None:

@@ -28,9 +28,11 @@ from vcagen.files import write_grid
 from vcagen.generation import ImageMaker, plan_samples
 from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
+from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import learning_rate
 from vcagen.run import Run, prepare_run
 from vcagen.seeds import sample_generator
+from vcagen.sharding import is_sharded, whole, whole_model, whole_tensors
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -72,7 +74,7 @@ def train(config: RunConfig) -> None:
     Raises:
         ValueError: the run cannot start (config, data, folder, disk, checkpoint), or `max_bad_steps` updates in a
             row were not finite.
-        Interrupted: SIGINT or SIGTERM came; the message says from which checkpoint the run goes on.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 came; the message says from which checkpoint the run goes on.
     """
     with contextlib.ExitStack() as stack:
         run, first_step = prepare_run(config, stack)
@@ -125,17 +127,18 @@ def _loop(run: Run, first_step: int) -> None:
                     rates = {"loss": f"{row['loss']:.4f}", "images/s": f"{row['images_per_second']:.0f}"}
                     rates |= {"memory": f"{row['memory_gb']:.1f} GB"} if "memory_gb" in row else {}
                     bar.set_postfix(rates, refresh=False)
-                if accelerator.is_main_process:
-                    is_saved = saves and _save(run, step)
-                    if is_last or step % config.preview_every == 0:
-                        _try(f"step {step}: no preview", lambda step=step: _write_preview(run, step))  # type: ignore[misc]
+                if saves:
+                    is_saved = _save(run, step)
+                if is_last or step % config.preview_every == 0:
+                    _preview(run, step)
                 if signal_number:
                     accelerator.wait_for_everyone()  # for the checkpoint, before a launcher sees an exit
                     raise Interrupted(signal_number, step, _what_is_kept(run.folder))
         except (NotFiniteError, Interrupted):
             raise
         except Exception as error:  # data that cannot be read, a full disk: what was done is not lost
-            if accelerator.is_main_process and not is_saved:
+            # Weights that are split are lost with the first process that ends.
+            if accelerator.is_main_process and not is_saved and not is_sharded(run.raw_model):
                 _save(run, done)
             if stop.number:  # it reached the data workers too, and their end is this error
                 raise Interrupted(stop.number, done, _what_is_kept(run.folder)) from error
@@ -213,7 +216,7 @@ def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow, b
             accelerator.backward(output.loss.mean() / config.gradient_accumulation_steps)
         losses.append({"loss": output.loss.detach(), **output.parts})
         bad_samples.append(indices.to(latents.device).masked_fill(output.loss.detach().isfinite(), -1))
-    norm = accelerator.clip_grad_norm_(run.model.parameters(), config.gradient_clip or math.inf)
+    norm = whole(accelerator.clip_grad_norm_(run.model.parameters(), config.gradient_clip or math.inf))
     if torch.isfinite(norm):  # the same on every process, as the gradients are
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -244,7 +247,16 @@ def _inputs(
 
 
 def _save(run: Run, step: int) -> bool:
-    """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again."""
+    """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again.
+
+    The main process writes and says whether it could; the others only hand over the weights that they hold.
+    """
+    is_main = run.accelerator.is_main_process
+    started = time.perf_counter()
+    model, ema = (whole_model(each, keep=is_main) for each in (run.raw_model, run.ema_model))
+    moments = whole_tensors(run.moments.read(), keep=is_main)
+    if not is_main:
+        return True
     scaler = run.accelerator.scaler
     state = CheckpointState(
         step=step,
@@ -255,11 +267,8 @@ def _save(run: Run, step: int) -> bool:
         scaler=scaler.state_dict() if scaler is not None else None,
         torch_version=torch.__version__,
     )
-    started = time.perf_counter()
     try:
-        folder = checkpoints.save_checkpoint(
-            run.folder, state, run.raw_model, run.ema_model, run.moments.read(), run.config
-        )
+        folder = checkpoints.save_checkpoint(run.folder, state, model, ema, moments, run.config)
     except (OSError, SafetensorError) as error:
         tqdm.write(f"step {step}: no checkpoint written ({error}); those before are as they were", file=sys.stderr)
         return False
@@ -268,13 +277,21 @@ def _save(run: Run, step: int) -> bool:
     return True
 
 
-def _write_preview(run: Run, step: int) -> None:
+def _preview(run: Run, step: int) -> None:
+    """Writes a preview on the main process, if it can be written."""
+    is_main = run.accelerator.is_main_process
+    model = whole_model(run.ema_model, keep=is_main)
+    if is_main:
+        _try(f"step {step}: no preview", lambda: _write_preview(run, model.to(run.accelerator.device), step))
+
+
+def _write_preview(run: Run, model: DiffusionTransformer, step: int) -> None:
     """EMA samples of the first ten classes, one class a row, from the same noise at every step."""
     config, num_classes = run.config, len(run.data.class_names)
     rows = min(num_classes, 10)
     columns = max(1, config.train.preview_images // rows)
     labels = [label for label in range(rows) for _ in range(columns)]
-    maker = ImageMaker(run.ema_model.eval(), config, run.autoencoder)
+    maker = ImageMaker(model.eval(), config, run.autoencoder)
     samples = plan_samples(labels, config.seed, num_classes)
     images = np.stack([image for _, image in maker.images(samples, batch_size=64, progress=False)])
     folder = run.folder / "previews"
