@@ -111,7 +111,8 @@ def _replan(cache: Path, before: Plan, plan: Plan, source: MomentSource) -> str:
         shard_path(cache, number).unlink(missing_ok=True)
     _write_json(cache / PLAN_FILE, plan)
     kept = sum(number < plan.num_shards and _note_of(cache, plan, source, number) is not None for number in finished)
-    return f"the images have changed since the last call: {kept} of {len(finished)} finished shards are kept"
+    counts = f": {kept} of {len(finished)} finished shards are kept" if finished else ""
+    return f"the images have changed since the last call{counts}"
 
 
 def _reopen(cache: Path, manifest: Manifest, plan: Plan, source: MomentSource, on_bad: OnBad) -> str:
