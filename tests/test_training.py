@@ -152,6 +152,14 @@ def test_accumulation_changes_no_update(finished: Path, tmp_path: Path) -> None:
         assert accumulated[step] == pytest.approx(plain[step], rel=1e-5)
 
 
+def test_a_launchers_accumulation_changes_nothing(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train(tiny_config(tmp_path))
+    assert_same_run(tmp_path, finished)
+
+
 def test_printed_loss_is_the_mean_since_the_last_print(finished: Path, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "train.log_every=5"))
     every = losses(finished)

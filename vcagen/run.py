@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vcagen import checkpoint as checkpoints
@@ -178,6 +178,8 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         # Without this, several processes on a machine without accelerator do not find each other.
         cpu=not torch.accelerator.is_available(),
+        # Micro-batches are ours: what a launcher's settings say of them would divide the loss once more.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         mixed_precision={"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[config.train.precision],
         log_with=list(config.train.trackers) or None,
         project_dir=config.run_dir,
