@@ -11,7 +11,7 @@ from vcagen.checkpoint import list_checkpoints
 from vcagen.data import ImageFolder, LatentCache, TrainingData
 from vcagen.run import Run
 
-# In fp16 every bad update halves the loss scale. Below 1 the gradients would only lose digits.
+# In fp16 every bad update halves the loss scale; below 1 gradients would only lose digits, so there a run ends.
 LOWEST_LOSS_SCALE = 1.0
 SHOWN = 8
 
@@ -32,7 +32,7 @@ class BadSteps:
         self.in_a_row = 0
 
     def bad(self, step: int, samples: torch.Tensor) -> None:
-        """An update was not, and was skipped: says so, keeps the loss scale up, and ends the run when it is enough.
+        """An update was not, and was skipped: says so, or ends the run when it is enough.
 
         Args:
             step: counted from 1.
@@ -40,7 +40,7 @@ class BadSteps:
                 calls this at the same step.
 
         Raises:
-            NotFiniteError: `max_bad_steps` updates in a row, or a loss scale that cannot fall any further.
+            NotFiniteError: `max_bad_steps` updates in a row, or an fp16 loss scale that fell below its floor.
         """
         accelerator = self.run.accelerator
         found = sorted(index for index in accelerator.gather(samples).tolist() if index >= 0)
@@ -49,8 +49,7 @@ class BadSteps:
         enough = f"{self.in_a_row} updates in a row were not finite, at last {what}"
         scaler = accelerator.scaler
         if scaler is not None and scaler.get_scale() < LOWEST_LOSS_SCALE:
-            scaler.update(LOWEST_LOSS_SCALE)
-            enough = f"{what} is not finite although the fp16 loss scale is down at {LOWEST_LOSS_SCALE:g}"
+            enough = f"{what} is not finite although the fp16 loss scale is at its floor of {LOWEST_LOSS_SCALE:g}"
         elif self.in_a_row < self.run.config.train.max_bad_steps:
             if accelerator.is_main_process:
                 tqdm.write(f"step {step}: {what} is not finite; update skipped", file=sys.stderr)
