@@ -31,17 +31,22 @@ def run(arguments: argparse.Namespace) -> None:
         print(dump_config(config), end="")
         return
     from vcagen.signals import Interrupted
-    from vcagen.training import train
+    from vcagen.training import Scorer, train
 
+    scorer: Scorer | None = None
+    if config.score is not None:
+        from fid.scorer import TrainingScorer
+
+        scorer = TrainingScorer(config.score)
     try:
-        train(config)
+        train(config, scorer)
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         sys.exit(interrupted.exit_code)
 
 
 def main() -> int:
-    """Exit codes: 0 done; 1 the run cannot start or stopped being finite; 130 Ctrl-C; 143 SIGTERM."""
+    """Exit codes: 0 done; 1 it cannot start or stopped being finite; 130 Ctrl-C; 138 SIGUSR1; 143 SIGTERM."""
     arguments = parse_arguments()
     return exit_code(lambda: run(arguments))
 

@@ -56,8 +56,7 @@ class SampledImages:
         if self.save == "png":
             for index, image in zip(indices, images, strict=True):
                 write_image(image_path(self._png_folder, index), image)
-        if images.shape[-1] == 1:
-            images = images.repeat(3, axis=-1)
+        images = three_channels(images)
         if self.save == "npz" and not self.is_saved():
             self._write_rows(indices, images)
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
@@ -124,6 +123,11 @@ class SampledImages:
     @property
     def _rows_path(self) -> Path:
         return self.folder / "samples.npy"
+
+
+def three_channels(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(B, H, W, 1 or 3) to (B, H, W, 3); one grey channel thrice."""
+    return images.repeat(3, axis=-1) if images.shape[-1] == 1 else images
 
 
 def sampling_plan(model: LoadedModel, seed: int) -> dict[str, Any]:

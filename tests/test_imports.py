@@ -39,7 +39,7 @@ THIRD_PARTY = {
     "torch_fidelity": ("fid",),
     "accelerate": (
         *("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
-        *("fid.score", "fid.make_reference"),
+        *("fid.score", "fid.make_reference", "fid.benchmark"),
     ),
     "datasets": ("vcagen.cache.hugging_face",),
 }
@@ -91,12 +91,16 @@ CONVERT = ["-m", "vcagen.conversion"]
 GRAFT = [*CONVERT, "graft"]
 BUILD = ["-m", "vcagen.cache", "build"]
 MEASURE = ["-m", "vcagen.benchmark", "data"]
+MEASURE_FID = ["-m", "vcagen.benchmark", "fid"]
 DRAW = ["-m", "vcagen.curves"]
 
 
 @pytest.mark.parametrize(
     "command",
-    [["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], CONVERT, GRAFT, BUILD, MEASURE, DRAW],
+    [
+        *(["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], ["-m", "fid", "reference"]),
+        *(CONVERT, GRAFT, BUILD, MEASURE, MEASURE_FID, DRAW),
+    ],
 )
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     result = subprocess.run(

@@ -102,6 +102,22 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     trackers: tuple[str, ...] = ("tensorboard",)
 
 
+class ScoreConfig(BaseModel, extra="forbid", frozen=True):
+    """A Frechet distance of few EMA samples now and then: a curve to watch, not a result to report.
+
+    Attributes:
+        every: steps between scores; the last step is scored too.
+        reference: `digits`, or a file of statistics, such as `python -m fid reference` writes.
+        num_images: sampled as the run's own settings say, with seed 0.
+        extractor_weights: file with the extractor's weights, for machines offline.
+    """
+
+    every: PositiveInt
+    reference: FolderName
+    num_images: Annotated[int, Field(ge=2)] = 1000
+    extractor_weights: FolderName | None = None
+
+
 class RunConfig(SamplingConfig, extra="forbid", frozen=True):
     """A whole run. `objective` and `sampler` follow from the variant's family where they are not given."""
 
@@ -110,6 +126,7 @@ class RunConfig(SamplingConfig, extra="forbid", frozen=True):
     data: DataConfig
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
+    score: ScoreConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

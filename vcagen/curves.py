@@ -4,31 +4,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vcagen.commands import exit_code
 
 
 def plot_losses(run_dirs: Sequence[Path], out: Path, column: str = "loss") -> None:
-    """Draws a column of runs over their steps into one PNG: every logged mean, faint, and a centred running mean.
+    """Draws a column of runs over their steps into one PNG: every logged value, faint, and a centred running mean.
 
     Raises:
-        ValueError: a run has no metrics, or not that column.
+        ValueError: a run has no metrics, or no such column.
     """
     # Imported here, so that --help does not wait; a figure of its own, not pyplot: no display and no global state.
     from matplotlib.figure import Figure
 
     from vcagen.files import written_aside
-    from vcagen.metrics import read_metrics
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for color, run_dir in enumerate(run_dirs):
-        path = run_dir / "metrics.jsonl"
-        if not path.is_file():
-            raise ValueError(f"{path}: missing; expected a run folder")
-        rows = read_metrics(path)
-        if rows and column not in rows[-1]:
-            raise ValueError(f"{path}: no column {column!r}; there are {', '.join(rows[-1])}")
+        rows = _rows_with(run_dir, column)
         steps = [row["step"] for row in rows]
         values = [row[column] for row in rows]
         half = min(5, len(values) // 20)
@@ -43,11 +38,31 @@ def plot_losses(run_dirs: Sequence[Path], out: Path, column: str = "loss") -> No
         figure.savefig(aside)
 
 
+def _rows_with(run_dir: Path, column: str) -> list[dict[str, Any]]:
+    """The rows of a run's metrics, or of its scores, that have the column."""
+    from vcagen.metrics import read_metrics
+
+    path, columns = run_dir / "metrics.jsonl", []
+    if not path.is_file():
+        raise ValueError(f"{path}: missing; expected a run folder")
+    for file in (path, run_dir / "scores.jsonl"):
+        rows = read_metrics(file) if file.is_file() else []
+        found = [row for row in rows if column in row]
+        if found or (not rows and file == path):
+            return found
+        columns += sorted({name for row in rows for name in row})
+    raise ValueError(f"{run_dir}: no column {column!r}; there are {', '.join(columns)}")
+
+
 def main() -> int:
     """Exit codes: 0 done; 1 it cannot be done, with the reason in one line; 130 Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m vcagen.curves", description="Draw curves of runs in one PNG.")
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--column", default="loss", help="of metrics.jsonl: loss, gradient_norm, ... (default: loss)")
+    parser.add_argument(
+        "--column",
+        default="loss",
+        help="loss, gradient_norm, ... of metrics.jsonl, or a score of scores.jsonl (default: loss)",
+    )
     parser.add_argument("--out", type=Path, default=Path("curves.png"), help="PNG to write (default: curves.png)")
     arguments = parser.parse_args()
 

@@ -35,6 +35,7 @@ RESUMABLE_KEYS = (
     "train.compile",
     "train.max_bad_steps",
     "train.trackers",
+    "score",
 )
 
 

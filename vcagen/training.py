@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from vcagen.seeds import sample_generator
 from vcagen.sharding import is_sharded, whole, whole_model, whole_tensors
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
+SCORES_FILE = "scores.jsonl"
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -68,8 +70,22 @@ def draw_mirror(generator: torch.Generator) -> bool:
     return torch.rand(1, generator=generator).item() < 0.5
 
 
-def train(config: RunConfig) -> None:
+class Scorer(Protocol):
+    """Scores the EMA weights during training. Evaluation lies above training, which is handed one of these."""
+
+    def prepare(self, run: Run) -> None:
+        """Makes all ready before the first step, on every process; a `ValueError` for what cannot be scored."""
+
+    def score(self, run: Run, model: DiffusionTransformer) -> dict[str, float]:
+        """Called on every process with the EMA weights; the scores by name on the main one, nothing on others."""
+
+
+def train(config: RunConfig, scorer: Scorer | None = None) -> None:
     """Trains the run that `config` describes, or goes on with it.
+
+    Args:
+        config: the run.
+        scorer: where `config.score` asks for scores.
 
     Raises:
         ValueError: the run cannot start (config, data, folder, disk, checkpoint), or `max_bad_steps` updates in a
@@ -82,9 +98,11 @@ def train(config: RunConfig) -> None:
         if first_step >= config.train.max_steps:
             accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
             return
+        if scorer is not None:
+            scorer.prepare(run)
         accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
         stack.callback(accelerator.end_training)
-        _loop(run, first_step)
+        _loop(run, first_step, scorer)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _try("no loss curve", lambda: plot_losses([run.folder], run.folder / "loss.png"))
@@ -96,11 +114,12 @@ def train(config: RunConfig) -> None:
         )
 
 
-def _loop(run: Run, first_step: int) -> None:
-    """All updates from `first_step` on, with rows, checkpoints and previews at their intervals. See `train`."""
+def _loop(run: Run, first_step: int, scorer: Scorer | None) -> None:
+    """All updates from `first_step` on, with rows, checkpoints, previews and scores at their intervals. See `train`."""
     config, accelerator = run.config.train, run.accelerator
     batches = _batches(run, first_step)
     metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
+    scores = MetricsFile(run.folder / SCORES_FILE, first_step, accelerator) if scorer else None
     window, bad_steps = LossWindow(accelerator), BadSteps(run)
     done, is_saved = first_step, True
     bar = tqdm(
@@ -131,6 +150,9 @@ def _loop(run: Run, first_step: int) -> None:
                     is_saved = _save(run, step)
                 if is_last or step % config.preview_every == 0:
                     _preview(run, step)
+                if scores and (is_last or (run.config.score and step % run.config.score.every == 0)):
+                    assert scorer
+                    _score(run, step, scorer, scores)
                 if signal_number:
                     accelerator.wait_for_everyone()  # for the checkpoint, before a launcher sees an exit
                     raise Interrupted(signal_number, step, _what_is_kept(run.folder))
@@ -283,6 +305,12 @@ def _preview(run: Run, step: int) -> None:
     model = whole_model(run.ema_model, keep=is_main)
     if is_main:
         _try(f"step {step}: no preview", lambda: _write_preview(run, model.to(run.accelerator.device), step))
+
+
+def _score(run: Run, step: int, scorer: Scorer, scores: MetricsFile) -> None:
+    """Writes a row of scores of the EMA weights; all processes take part."""
+    model = whole_model(run.ema_model, keep=True).to(run.accelerator.device).eval()
+    scores.write({"step": step, **scorer.score(run, model)})
 
 
 def _write_preview(run: Run, model: DiffusionTransformer, step: int) -> None:

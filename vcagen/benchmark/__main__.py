@@ -1,6 +1,7 @@
 """Measurements on this machine: python -m vcagen.benchmark data."""
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +26,17 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--steps", type=int, default=2, help="training steps of SiT-S/2 at batch 32; 0 leaves them out")
     data.add_argument("--memory", action="store_true", help="also build caches of 1,000 and 100,000 small images")
     data.add_argument("--json", type=Path, help="write the result here")
+    fid = commands.add_parser(
+        "fid",
+        help="features, moments and distances of scoring",
+        description="Images per second through Inception (of random weights), against torch-fidelity's own loop in the "
+        "same run; seconds of a Frechet distance against scipy's matrix root.",
+    )
+    fid.add_argument("--num-images", type=int, default=64, help="PNGs of 256x256; 0 leaves the features out")
+    fid.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; medians are printed")
+    fid.add_argument("--dimension", type=int, default=2048, help="features of the Frechet distance")
+    fid.add_argument("--memory", action="store_true", help="also score 500, 5,000 and 500,000 images of a tiny network")
+    fid.add_argument("--json", type=Path, help="write the result here")
     soak = commands.add_parser(
         "soak",
         help="kill and restart training at random moments",
@@ -47,6 +59,9 @@ def main() -> int:
             from vcagen.benchmark.data import benchmark_data
 
             benchmark_data(arguments)
+        elif arguments.command == "fid":
+            # Evaluation is the room above this one: it is started, not imported.
+            subprocess.run([sys.executable, "-m", "fid.benchmark", *sys.argv[2:]], check=True)
         else:
             from vcagen.benchmark.soak import soak
 

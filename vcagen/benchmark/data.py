@@ -3,13 +3,11 @@
 import argparse
 import io
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 
 from vcagen.autoencoder import KLAutoencoder, KLConfig, load_vae
+from vcagen.benchmark.measure import interleaved, machine, peak_memory, report
 from vcagen.cache.moments import EncodedImages
 from vcagen.cache.records import Record
 from vcagen.cache.writer import build_cache, prepare_cache
@@ -63,7 +62,7 @@ def benchmark_data(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="vcagen-benchmark-") as name:
         folder = Path(name)
         result: dict[str, Any] = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+            "machine": machine(),
             **_reading(folder, arguments.num_latents, arguments.rounds),
             **_building(folder / "built", arguments.num_images, arguments.image_size, arguments.autoencoder),
         }
@@ -71,10 +70,7 @@ def benchmark_data(arguments: argparse.Namespace) -> None:
             result |= _waiting(folder / "cache", arguments.steps)
         if arguments.memory:
             result |= _memory(folder)
-    for key, value in result.items():
-        print(f"{key:48} {value:,.3f}" if isinstance(value, float) else f"{key:48} {value}")
-    if arguments.json:
-        write_json(arguments.json, result)
+    report(result, arguments.json)
 
 
 def _random_cache(cache: Path, num_latents: int) -> None:
@@ -129,7 +125,7 @@ def _reading(folder: Path, num_latents: int, rounds: int) -> dict[str, Any]:
             mean, std = default_collate(items)[0].chunk(2, dim=1)
             (mean + std * torch.randn_like(mean)).mul_(0.18215)
 
-    times = _interleaved({"ours": ours, "theirs": theirs}, rounds)
+    times = interleaved({"ours": ours, "theirs": theirs}, rounds, "reading")
     ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
     return {
         "latents/s read, one core, batch 256": order.size / statistics.median(times["ours"]),
@@ -145,18 +141,6 @@ class _ScaledDraw(KLAutoencoder):
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self.scale, self.shift = 0.18215, 0.0
-
-
-def _interleaved(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():  # caches warm
-        work()
-    for _ in tqdm(range(rounds), desc="reading", delay=2):
-        for name, work in works.items():
-            started = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - started)
-    return times
 
 
 def _tiny_vae() -> AutoencoderKL:
@@ -236,13 +220,4 @@ def build_small(cache: str, num_images: int) -> None:
     encoded = EncodedImages(images, autoencoder, 16, True, batch_size=256, num_threads=2)
     prepare_cache(Path(cache), plan, encoded, "stop")
     build_cache(Path(cache), plan, encoded, "stop")
-    print(_peak_memory())
-
-
-def _peak_memory() -> float:
-    """Largest resident set of this process so far, MB (Linux).
-
-    Not `getrusage`, whose figure a process inherits from the one that started it.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM:"))
+    print(peak_memory())
