@@ -51,7 +51,7 @@ def require_subset_size(num_generated: int, num_real: int, subset_size: int) -> 
         if n < subset_size:
             raise ValueError(
                 f"KID needs at least {subset_size} {what} images for its subsets, got {n}; "
-                f"use more images or --kid-subset-size {n}"
+                f"use more images or --kid-subset-size {min(num_generated, num_real)}"
             )
 
 
