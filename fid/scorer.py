@@ -14,6 +14,7 @@ from fid.features import DIGITS, build_extractor
 from fid.images import About, Images
 from fid.metrics import FRECHET_NAMES, count, distance, gaussian
 from fid.reference import open_reference
+from fid.result import own_label_accuracy
 from fid.sampled import three_channels
 from fid.score import require_comparable, require_same_weights
 from vcagen.config import ScoreConfig
@@ -33,10 +34,15 @@ class TrainingImages:
     def __init__(self, run: Run, model: DiffusionTransformer, num_images: int) -> None:
         num_classes = len(run.data.class_names)
         self.maker = ImageMaker(model, run.config, run.autoencoder)
-        self.samples = plan_samples(
-            plan_labels(num_images, SEED, num_classes, run.config.label_mode), SEED, num_classes
+        labels = plan_labels(num_images, SEED, num_classes, run.config.label_mode)
+        self.samples = plan_samples(labels, SEED, num_classes)
+        self.about = About(
+            name="the model in training",
+            num_images=num_images,
+            size=run.autoencoder.image_size(model.config.latent_size),
+            labels=np.array(labels),
+            class_names=run.data.class_names,
         )
-        self.about = About("the model in training", num_images, run.autoencoder.image_size(model.config.latent_size))
 
     def batch(self, indices: Sequence[int]) -> NDArray[np.uint8]:
         """See `fid.images.Images`."""
@@ -82,18 +88,21 @@ class TrainingScorer:
         self.is_known = self.real is not None
 
     def score(self, run: Run, model: DiffusionTransformer) -> dict[str, float]:
-        """The distance by its name, on the main process."""
+        """The distance by its name, on the main process; for digits with the fraction read as they were asked to be."""
         if not self.is_known:
             assert self.reference.images is not None
             collected = self._collect(run, self.reference.images, "reference")
             self.real = None if collected is None else gaussian(collected.part.pooled())
             self.is_known = True
-        generated = self._collect(run, TrainingImages(run, model, self.config.num_images), "generated")
+        images = TrainingImages(run, model, self.config.num_images)
+        generated = self._collect(run, images, "generated")
         if generated is None:
             return {}
         assert self.real is not None
         name = f"{FRECHET_NAMES[self.extractor.name]}-{count(generated.num_images)}"
-        return {name: distance(gaussian(generated.part.pooled()), self.real)}
+        scores = {name: distance(gaussian(generated.part.pooled()), self.real)}
+        accuracy = own_label_accuracy(images, generated, self.extractor)
+        return scores if accuracy is None else scores | {"own_label_accuracy": accuracy}
 
     def _collect(self, run: Run, images: Images, what: str) -> Collected | None:
         folder, process = run.folder / "score.parts", run.accelerator
