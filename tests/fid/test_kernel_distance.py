@@ -77,11 +77,11 @@ def test_torch_fidelity_agrees_subset_by_subset(dtype: torch.dtype) -> None:
 
 
 def test_a_set_smaller_than_its_subsets_is_refused_with_a_size_that_works() -> None:
-    with pytest.raises(ValueError, match="at least 1000 generated images for its subsets, got 100; .* 100$"):
+    with pytest.raises(ValueError, match=r"at least 1000 generated images for its subsets, got 100; .* 100$"):
         kernel_distance(np.zeros((100, 2)), np.zeros((2000, 2)))
-    with pytest.raises(ValueError, match="at least 1000 reference images for its subsets, got 30; .* 30$"):
+    with pytest.raises(ValueError, match=r"at least 1000 reference images for its subsets, got 30; .* 30$"):
         require_subset_size(5000, 30, 1000)
     with pytest.raises(ValueError, match="--kid-subset-size 1: must be at least 2"):
         require_subset_size(100, 100, 1)
-    with pytest.raises(ValueError, match="--kid-subset-size 30$"):  # 100 would be refused again
+    with pytest.raises(ValueError, match=r"--kid-subset-size 30$"):  # 100 would be refused again
         require_subset_size(100, 30, 1000)
