@@ -1,9 +1,11 @@
 """Sets of uint8 images to take features of: folders, arrays, data sets. Sampled ones are in `fid.sampled`."""
 
+import functools
 import hashlib
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
+from vcagen.cache.hugging_face import has_dataset
+from vcagen.cache.records import visible_files
 from vcagen.cache.sources import open_source
 from vcagen.data.digits import Digits
 from vcagen.data.images import center_crop, check_images, decode_bytes, decode_image, walk_images
@@ -22,6 +26,7 @@ from vcagen.sample_folder import image_path, read_record
 DIGITS_REFERENCE = "digits"
 LOSSY_SUFFIXES = {".jpg", ".jpeg", ".webp"}
 READERS = 8
+UNREADABLE = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, OSError)  # what a damaged npz raises
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,10 @@ class FolderImages:
     def _size(self, path: Path) -> tuple[int, int]:
         try:
             with Image.open(path) as image:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
-                return (image.width, image.height) if turned else (image.height, image.width)
+                if image.width == image.height:
+                    return image.size  # however it is turned; asking for that makes Pillow decode a PNG
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
+                return image.size if turned else image.size[::-1]
         except Exception:  # as many kinds as there are ways of damage; decoding says what is wrong
             return decode_image(path).shape[:2]
 
@@ -156,7 +163,10 @@ class DatasetImages:
 
     def __init__(self, source: str, crop: int | None) -> None:
         if crop is None:
-            raise ValueError(f"{source}: images of a data set are brought to one size; give --crop, such as --crop 256")
+            raise ValueError(
+                f"{source}: a data set's images are brought to one size, which a reference's --crop says, such as "
+                "--crop 256; to score them, unpack them into a folder"
+            )
         self.source, self.crop = open_source(source), crop
         self.where = str(Path(source).resolve()) if Path(source).exists() else source
         records = self.source.records
@@ -176,9 +186,9 @@ class DatasetImages:
         return np.stack(list(self.pool.map(self._image, indices)))
 
     def identity(self) -> dict[str, Any]:
-        """The keys and labels of its records."""
-        listing = hashlib.sha256("\n".join(f"{record.label} {record.key}" for record in self.source.records).encode())
-        return {"source": self.where, "crop": self.crop, "records_sha256": listing.hexdigest()}
+        """Labels, keys and sizes of its records."""
+        lines = "\n".join(f"{label} {key} {size}" for label, key, size in self.source.records)
+        return {"source": self.where, "crop": self.crop, "records_sha256": hashlib.sha256(lines.encode()).hexdigest()}
 
     def _image(self, index: int) -> NDArray[np.uint8]:
         image = decode_bytes(self.source.read(index), self.source.records[index].key)
@@ -222,20 +232,26 @@ class NpzImages:
         self.path = path
         try:
             with zipfile.ZipFile(path) as archive:
-                self.array = _mapped_member(archive, "arr_0.npy")
+                with archive.open("arr_0.npy") as file:
+                    shape, _, dtype = _read_header(file)
                 names = archive.namelist()
                 labels = _member(archive, "arr_1.npy") if "arr_1.npy" in names else None
-        except (zipfile.BadZipFile, KeyError, EOFError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{path}: not an npz with images in arr_0 ({reason})") from error
-        if self.array.dtype != np.uint8 or self.array.ndim != 4 or self.array.shape[3] != 3 or not len(self.array):
-            raise ValueError(
-                f"{path}: arr_0 is {self.array.dtype} {self.array.shape}; expected uint8 (N, H, W, 3), levels 0..255"
-            )
-        if labels is not None and labels.shape != (len(self.array),):
+        except UNREADABLE as error:
+            raise ValueError(f"{path}: not an npz with images in arr_0 ({' '.join(str(error).split())})") from error
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+            raise ValueError(f"{path}: arr_0 is {dtype} {shape}; expected uint8 (N, H, W, 3), levels 0..255")
+        if labels is not None and labels.shape != (shape[0],):
             raise ValueError(f"{path}: arr_1 has shape {labels.shape}; expected one label per image of arr_0")
-        num_images, height, width, _ = self.array.shape
-        self.about = About(str(path), num_images, (height, width), labels)
+        self.about = About(str(path), shape[0], (shape[1], shape[2]), labels)
+
+    @functools.cached_property
+    def array(self) -> NDArray[np.uint8]:
+        """The images on disk, (N, H, W, 3); compressed ones are unpacked when the first is asked for."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                return _mapped_member(archive, "arr_0.npy")
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}: arr_0 cannot be read ({' '.join(str(error).split())})") from error
 
     def batch(self, indices: Sequence[int]) -> NDArray[np.uint8]:
         """See `Images`."""
@@ -250,11 +266,13 @@ class NpzImages:
 def open_images(source: str, crop: int | None, check: bool = True) -> Images:
     """The images that a name on the command line means: `digits`, an npz, a folder, or tar or parquet files."""
     path = Path(source)
+    if crop is not None and crop < 1:
+        raise ValueError(f"--crop {crop}: must be at least 1")
     if source == DIGITS_REFERENCE:
         return DigitsImages()
     if path.suffix == ".npz":
         return NpzImages(path)
-    shards = path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.tar", "*.parquet", "dataset_info.json"))
+    shards = path.is_dir() and (bool(visible_files(path, ".tar")) or has_dataset(path))
     if shards or path.suffix in (".tar", ".parquet"):
         return DatasetImages(source, crop)
     return FolderImages(path, crop, check)
@@ -293,12 +311,15 @@ def _mapped_member(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
 
 
 def _map_array(file: Any, path: str) -> NDArray[Any]:
+    shape, fortran_order, dtype = _read_header(file)
+    return np.memmap(path, dtype, "r", offset=file.tell(), shape=shape, order="F" if fortran_order else "C")
+
+
+def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and type of the .npy array that begins here."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran_order, dtype = read(file)
-    if dtype.hasobject:
-        raise ValueError("arr_0 holds Python objects")
-    return np.memmap(path, dtype, "r", offset=file.tell(), shape=shape, order="F" if fortran_order else "C")
+    return read(file)
 
 
 def _require_complete(folder: Path, paths: Sequence[Path], num_samples: int) -> None:
