@@ -67,6 +67,19 @@ def parse_arguments() -> argparse.Namespace:
         help="a setting that may differ since it is what you compare, such as sampling.guidance",
     )
     compare.add_argument("--out", type=Path, default=Path("compare.png"), help="the chart (default: compare.png)")
+    runs = commands.add_parser(
+        "compare-runs",
+        help="train, score and report the same run under several attentions and seeds",
+        description="Trains every row of an experiment with every seed, scores all alike, and writes a report: tables "
+        "with intervals, curves, grids side by side from the same noise. Finished runs are not trained again.",
+        epilog="example: python -m fid compare-runs configs/experiments/digits.yaml --out docs/digits",
+    )
+    runs.add_argument("experiment", type=Path, help="a YAML file: base, families, rows, controls, seeds")
+    runs.add_argument("--out", type=Path, required=True, help="folder of the report and of each run's result")
+    runs.add_argument("--seeds", help="other seeds than the file's, such as 0,1,2,3,4")
+    runs.add_argument("--jobs", type=int, default=1, help="runs at a time; cores are divided among them")
+    runs.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="where run folders go")
+    runs.add_argument("--report-only", action="store_true", help="train nothing; report what is there")
     golden = commands.add_parser(
         "golden",
         help="check this installation against ADM's published numbers",
@@ -113,6 +126,10 @@ def main() -> int:
             from fid.compare import compare_command
 
             compare_command(arguments)
+        elif arguments.command == "compare-runs":
+            from fid.experiment.commands import compare_runs_command
+
+            compare_runs_command(arguments)
         elif arguments.command == "golden":
             from fid.golden import golden_command
 

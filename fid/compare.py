@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fid.intervals import Difference, paired_difference, welch_difference
 from vcagen.files import require_file_name, written_aside
 
 # What two results must share, by their place in the JSON: first what makes the number, then how the images came about.
@@ -31,7 +31,6 @@ SHOULD_AGREE = (
     "sampling.weights",
     "sampling.step",
 )
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,6 @@ class Side:
     def values(self, name: str) -> np.ndarray:
         """One value per result of the score called `name`."""
         return np.array([score["value"] for r in self.results for score in r["scores"] if score["name"] == name])
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far a side's score lies from the first one's.
-
-    Attributes:
-        value: side minus first.
-        half_width: of its 95% interval over seeds; None for one seed.
-        paired: whether the interval is of differences seed by seed, which share noise and labels.
-    """
-
-    value: float
-    half_width: float | None
-    paired: bool
 
 
 def compare_command(arguments: argparse.Namespace) -> None:
@@ -142,24 +126,12 @@ def shared_scores(sides: list[Side]) -> list[str]:
 
 
 def difference(side: Side, first: Side, name: str) -> Difference:
-    """Side minus first, with its interval by Student's t where there are several seeds (Welch's unless paired)."""
-    from scipy import stats
-
+    """Side minus first, with its interval where there are several seeds: paired where both have the same ones."""
     mine, theirs = side.values(name), first.values(name)
-    value = float(mine.mean() - theirs.mean())
-    if min(len(mine), len(theirs)) < 2:
-        return Difference(value, None, paired=False)
     order, other = _seeds(side), _seeds(first)
-    if None not in order and sorted(order) == sorted(other) and len(set(order)) == len(order):
-        pairs = np.array([mine[order.index(seed)] - theirs[other.index(seed)] for seed in order])
-        interval = stats.t.interval(CONFIDENCE, len(pairs) - 1, scale=pairs.std(ddof=1) / math.sqrt(len(pairs)))
-        return Difference(value, float(interval[1]), paired=True)
-    variances = mine.var(ddof=1) / len(mine), theirs.var(ddof=1) / len(theirs)
-    total = sum(variances)
-    if total == 0:
-        return Difference(value, 0.0, paired=False)
-    freedom = total**2 / (variances[0] ** 2 / (len(mine) - 1) + variances[1] ** 2 / (len(theirs) - 1))
-    return Difference(value, float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * math.sqrt(total)), paired=False)
+    if None in order or sorted(order) != sorted(other) or len(set(order)) < len(order):
+        return welch_difference(mine, theirs)
+    return paired_difference(mine, np.array([theirs[other.index(seed)] for seed in order]))
 
 
 def table(sides: list[Side], names: list[str]) -> str:
@@ -173,7 +145,7 @@ def table(sides: list[Side], names: list[str]) -> str:
             spread = f" +- {values.std(ddof=1):.2g} over {len(values)} seeds" if len(values) > 1 else ""
             line = f"  {side.name:{width}}  {values.mean():.5g}{spread}"
             if side is not sides[0]:
-                line += f"   {_describe(difference(side, sides[0], name))}"
+                line += f"   {difference(side, sides[0], name).describe()}"
             lines.append(line)
     if any(len(side.results) < 2 for side in sides):
         lines.append("  one seed has no interval: score more by --seed 1, --seed 2, and join their results by commas")
@@ -196,14 +168,6 @@ def draw(sides: list[Side], names: list[str], out: Path) -> None:
         axis.set_title(name)
     with written_aside(out) as aside:
         figure.savefig(aside, dpi=120, format="png")
-
-
-def _describe(found: Difference) -> str:
-    if found.half_width is None:
-        return f"{found.value:+.4g}"
-    how = "paired by seed" if found.paired else "unpaired"
-    verdict = "" if abs(found.value) > found.half_width else ": no difference shown"
-    return f"{found.value:+.4g} +- {found.half_width:.2g} (95%, {how}){verdict}"
 
 
 def _seeds(side: Side) -> list[Any]:

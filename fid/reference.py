@@ -3,12 +3,14 @@
 import json
 import pickle
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy._core import multiarray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from fid.features import CLIP, DIMENSIONS, DINO, INCEPTION, SPATIAL_DIMENSION
@@ -28,6 +30,15 @@ NOTES: dict[str, str] = {
     "clean-fid-legacy_tensorflow": "clean-fid statistics in legacy_tensorflow mode",
     "clean-fid-legacy_pytorch": f"clean-fid statistics in legacy_pytorch mode: {HALF_PIXEL}",
 }
+# What pickles make arrays with, whose module has another name since numpy 2: files of both are about.
+ARRAY_MAKERS = {
+    f"{module}.{name}": getattr(multiarray, name)
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+    for name in ("_reconstruct", "scalar")
+}
+
+
+SIZED = (INCEPTION, DINO, CLIP)  # told apart by the number of their features
 
 
 @dataclass(frozen=True)
@@ -106,20 +117,15 @@ def open_reference(source: str, crop: int | None, form: Format | None = None, ch
 
 
 def _read_npz(path: Path, form: Format | None) -> Reference:
-    form = form or _form_by_name(path)
-    if form == "clean-fid-clean":
-        raise ValueError(
-            f"{path}: clean-fid statistics in clean mode come from images resized by another rule and cannot be "
-            "compared with anything here; use statistics of its legacy_tensorflow mode, or make your own by "
-            "`python -m fid reference`"
-        )
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
         with np.load(path, allow_pickle=False) as content:  # member by member: arr_0 may be gigabytes
             keys = [key for key in ("mu", "sigma", "mu_s", "sigma_s", "n", "meta") if key in names]
             values = {key: content[key] for key in keys}
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        meta = json.loads(str(values["meta"])) if "meta" in values else {}
+        n = int(values["n"]) if "n" in values else None
+    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"{path}: not a readable npz ({' '.join(str(error).split())})") from error
     images = NpzImages(path) if "arr_0" in names else None
     if "mu" not in values or "sigma" not in values:
@@ -127,21 +133,29 @@ def _read_npz(path: Path, form: Format | None) -> Reference:
             raise ValueError(f"{path}: holds {', '.join(sorted(names))}; expected mu and sigma, or images in arr_0")
         note = f"no statistics in it, so they are computed from its {images.about.num_images} images"
         return Reference(str(path), images, size=images.about.size, sha256=file_sha256(path), notes=(note,))
-    meta = json.loads(str(values["meta"])) if "meta" in values else {}
-    n = int(values["n"]) if "n" in values else None
-    pooled = _gaussian(path, values, "mu", "sigma", n)
     has_spatial = "mu_s" in values and "sigma_s" in values
+    if not (meta or has_spatial or images):
+        form = form or _form_by_name(path)
+    if form == "clean-fid-clean":
+        raise ValueError(
+            f"{path}: clean-fid statistics in clean mode come from images resized by another rule and cannot be "
+            "compared with anything here; use statistics of its legacy_tensorflow mode, or make your own by "
+            "`python -m fid reference`"
+        )
+    pooled = _gaussian(path, values, "mu", "sigma", n)
+    extractor = meta.get("extractor") or _extractor_of(path, pooled.mean.size, (INCEPTION,) if form else SIZED)
     spatial = _gaussian(path, values, "mu_s", "sigma_s", n) if has_spatial else None
     if spatial is not None and spatial.mean.size != SPATIAL_DIMENSION:
         raise ValueError(f"{path}: mu_s has {spatial.mean.size} values, expected {SPATIAL_DIMENSION}")
     size = tuple(meta["image_size"]) if "image_size" in meta else images.about.size if images else None
     if meta:
-        notes: tuple[str, ...] = ()
+        others = f"its {images.about.num_images} images in arr_0 are for pr and kid alone" if images else None
+        notes = (f"statistics of {n} images; {others}",) if others else ()
     elif form or has_spatial or images:
         notes = (NOTES[form or "adm"],)
     else:
         notes = (
-            "mu and sigma alone, of an unknown tool, taken to be of the same network and resize rule; "
+            f"mu and sigma alone, of an unknown tool, taken to be of {extractor} with the same resize rule; "
             f"--reference-format says which: {', '.join(get_args(Format))}",
         )
     return Reference(
@@ -149,7 +163,7 @@ def _read_npz(path: Path, form: Format | None) -> Reference:
         images=images,
         pooled=pooled,
         spatial=spatial,
-        extractor=meta.get("extractor") or _extractor_of(path, pooled.mean.size),
+        extractor=extractor,
         extractor_weights_sha256=meta.get("extractor_weights_sha256"),
         size=size,
         sha256=file_sha256(path),
@@ -163,15 +177,15 @@ def _read_edm2(path: Path, form: Format | None) -> Reference:
     try:
         with path.open("rb") as file:
             content = _ArrayUnpickler(file).load()
-        n = int(content["num_images"]) if "num_images" in content else None
-        pooled = _gaussian(path, content["fid"], "mu", "sigma", n)
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        statistics, n = content["fid"], int(content["num_images"]) if "num_images" in content else None
+    except Exception as error:  # damaged pickles raise anything
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: not a reference of EDM2 with statistics under fid ({reason})") from error
+    pooled = _gaussian(path, statistics, "mu", "sigma", n)
     return Reference(
         name=str(path),
         pooled=pooled,
-        extractor=_extractor_of(path, pooled.mean.size),
+        extractor=_extractor_of(path, pooled.mean.size, (INCEPTION,)),
         sha256=file_sha256(path),
         notes=("EDM2 statistics: the same network",),
     )
@@ -184,36 +198,39 @@ class _ArrayUnpickler(pickle.Unpickler):
         """The few that arrays need."""
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
-        # The module's name before and since numpy 2.
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in ("_reconstruct", "scalar"):
-            return super().find_class("numpy._core.multiarray", name)
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":  # pickle's protocol 5
+            return _from_buffer
+        if f"{module}.{name}" in ARRAY_MAKERS:
+            return ARRAY_MAKERS[f"{module}.{name}"]
         raise pickle.UnpicklingError(f"it wants to run {module}.{name}, and only arrays are read")
+
+
+def _from_buffer(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: Literal["C", "F"]) -> NDArray[Any]:
+    return np.frombuffer(buffer, dtype).reshape(shape, order=order)
 
 
 def _read_torch_fidelity(path: Path, form: Format | None) -> Reference:
     _refuse_form(path, form)
-    safe = [
-        *(np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype),  # type: ignore[attr-defined]
-        *(np.dtypes.Float32DType, np.dtypes.Float64DType),
-    ]
+    makers = [(maker, name) for name, maker in ARRAY_MAKERS.items()]
+    safe = [*makers, np.ndarray, np.dtype, np.dtypes.Float32DType, np.dtypes.Float64DType]
     try:
         with torch.serialization.safe_globals(safe):
             content = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(content, torch.Tensor) and content.ndim == 2:
-            features = content.double().numpy()
-            values = {"mu": features.mean(axis=0), "sigma": np.cov(features, rowvar=False)}
-            n, kept = len(features), features
-        else:
-            values, n, kept = content, None, None
-        pooled = _gaussian(path, values, "mu", "sigma", n)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # damaged files make the unpickler raise anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: neither statistics nor features of torch-fidelity's cache ({reason})") from error
+    if isinstance(content, torch.Tensor) and content.ndim == 2:
+        features = content.double().numpy()
+        _require_two(path, len(features))
+        values = {"mu": features.mean(axis=0), "sigma": np.cov(features, rowvar=False)}
+        pooled = _gaussian(path, values, "mu", "sigma", len(features))
+    else:
+        features, pooled = None, _gaussian(path, content, "mu", "sigma", None)
     return Reference(
         name=str(path),
         pooled=pooled,
-        features=kept,
-        extractor=_extractor_of(path, pooled.mean.size),
+        features=features,
+        extractor=_extractor_of(path, pooled.mean.size, SIZED),
         sha256=file_sha256(path),
         notes=("torch-fidelity's cache: the file does not say which weights made it",),
     )
@@ -221,7 +238,12 @@ def _read_torch_fidelity(path: Path, form: Format | None) -> Reference:
 
 def _gaussian(path: Path, values: Any, mean_key: str, covariance_key: str, n: int | None) -> Gaussian:
     """Statistics as float64, whatever they were stored as; a `ValueError` that names file and key."""
-    mean, covariance = (np.asarray(values[key], dtype=np.float64) for key in (mean_key, covariance_key))
+    if n is not None:
+        _require_two(path, n)
+    try:
+        mean, covariance = (np.asarray(values[key], dtype=np.float64) for key in (mean_key, covariance_key))
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: no numbers as {mean_key} and {covariance_key} in it") from error
     if mean.ndim != 1 or covariance.shape != (mean.size, mean.size):
         raise ValueError(
             f"{path}: {mean_key} has shape {mean.shape} and {covariance_key} {covariance.shape}; "
@@ -237,14 +259,17 @@ def _gaussian(path: Path, values: Any, mean_key: str, covariance_key: str, n: in
             f"{path}: {covariance_key} has the eigenvalue {eigenvalues[0]:.3g} (largest {eigenvalues[-1]:.3g}), "
             "so it is no covariance"
         )
-    if n is not None and n < 2:
-        raise ValueError(f"{path}: made of {n} images; a covariance needs at least 2")
     return Gaussian(mean, covariance, n)
 
 
-def _extractor_of(path: Path, dimension: int) -> str:
-    """The network that statistics of this length are taken to be of."""
-    for name in (INCEPTION, DINO, CLIP):
+def _require_two(path: Path, n: int) -> None:
+    if n < 2:
+        raise ValueError(f"{path}: made of {n} images; a covariance needs at least 2")
+
+
+def _extractor_of(path: Path, dimension: int, candidates: tuple[str, ...]) -> str:
+    """The one of some networks that statistics of this length are taken to be of."""
+    for name in candidates:
         if DIMENSIONS[name] == dimension:
             return name
     raise ValueError(

@@ -39,11 +39,11 @@ THIRD_PARTY = {
     "torch_fidelity": ("fid",),
     "accelerate": (
         *("vcagen.run", "vcagen.metrics", "vcagen.signals", "vcagen.cache.commands", "sample"),
-        *("fid.score", "fid.make_reference", "fid.benchmark"),
+        *("fid.score", "fid.make_reference", "fid.benchmark", "fid.experiment.measure"),
     ),
     "datasets": ("vcagen.cache.hugging_face",),
 }
-SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/*.py"), ROOT / "train.py", ROOT / "sample.py"]
+SOURCES = [*ROOT.glob("vcagen/**/*.py"), *ROOT.glob("fid/**/*.py"), ROOT / "train.py", ROOT / "sample.py"]
 
 
 def module_name(path: Path) -> str:
