@@ -94,6 +94,71 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, text: str, parts: li
         assert part in str(error.value)
 
 
+BASE = """
+data: {name: digits}
+train: {max_steps: 7, log_every: 3}
+model: {attention: {name: vca, contrast_grid: [2, 2]}}
+"""
+
+
+def with_base(folder: Path, text: str, base: str = BASE) -> Path:
+    (folder / "bases").mkdir(exist_ok=True)
+    (folder / "bases/b.yaml").write_text(base)
+    return write(folder, f"base: bases/b.yaml\nrun_dir: runs/x\n{text}")
+
+
+def test_a_file_goes_over_its_base(tmp_path: Path) -> None:
+    path = with_base(tmp_path, "train: {max_steps: 9}\n")
+    config = load_config(path, ["seed=4", "train.log_every=2"])
+    assert (config.train.max_steps, config.train.log_every, config.seed) == (9, 2, 4)
+    assert config.model.attention.model_dump()["contrast_grid"] == (2, 2)
+    assert load_config(write(tmp_path, dump_config(config))) == config  # what is dumped is whole
+
+
+def test_another_name_or_protocol_in_the_file_drops_what_the_base_said_of_the_first(tmp_path: Path) -> None:
+    config = load_config(with_base(tmp_path, "model: {attention: {name: mhsa}}\n"))
+    assert config.model.attention.model_dump() == {"name": "mhsa", "value_conv": False}
+    base = BASE + "autoencoder: {name: kl}\nprotocol: sit-paper-sde\nguidance: {scale: 3}\n"
+    config = load_config(with_base(tmp_path, "protocol: sit-paper-ode\n", base))
+    assert (config.protocol, config.sampler.name, config.modified()) == ("sit-paper-ode", "dopri5", [])
+    assert load_config(with_base(tmp_path, "seed: 1\n", base)).modified() == ["guidance.scale=3.0 (protocol: 1.0)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "parts"),
+    [
+        ("trian: 1\n", BASE, ["run.yaml over ", "bases/b.yaml: trian: unknown key", "did you mean train"]),
+        ("", BASE + "seed: x\n", ["run.yaml over ", "bases/b.yaml: seed:", "integer", "'x'"]),
+        ("", "a: [1\n", ["run.yaml: base: ", "b.yaml: not valid YAML"]),
+        ("", "- 1\n", ["run.yaml: base: ", "b.yaml: expected keys and values"]),
+        ("", "base: c.yaml\n", ["run.yaml: base: ", "b.yaml has a base itself; only one level is read"]),
+        ("protocol: sit\n", BASE, ["run.yaml over ", "b.yaml: protocol: 'sit' does not exist"]),
+        ("seed: ${nowhere}\n", BASE, ["run.yaml over ", "nowhere"]),
+        ("train: 3\n", BASE, ["run.yaml", "train"]),
+    ],
+)
+def test_a_wrong_base_is_named_with_its_file(tmp_path: Path, text: str, base: str, parts: list[str]) -> None:
+    path = with_base(tmp_path, text, base)
+    with pytest.raises(ValueError, match=r".") as error:
+        load_config(path)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: nothing.yaml\n", r"run.yaml: base: .*nothing.yaml: no such config file"),
+        ("base: [a, b]\n", r"run.yaml: base: expected the path of a config file"),
+        ("base: ${nowhere}\n", r"run.yaml: .*nowhere"),
+    ],
+)
+def test_a_base_must_be_a_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path, MINIMAL + text))
+
+
 def test_every_wrong_key_is_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r".") as error:
         load_config(write(tmp_path, MINIMAL + "a: 1\ntrain:\n  b: 2\n"))

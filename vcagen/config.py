@@ -1,7 +1,8 @@
 """One run as frozen pydantic models, read from YAML and `key=value` overrides. Nothing is built here."""
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -168,23 +169,58 @@ class RunConfig(SamplingConfig, extra="forbid", frozen=True):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML file and merges `key=value` overrides over it.
 
-    A `protocol` gives its sampler, guidance, decoding and label_mode; what the file or the overrides say beside it
-    wins. Where an override changes the `name` of a section, the file's other keys of that section go: they belong
-    to what was named before.
+    A `base` in the file is the path of another, from the file's own folder, over whose keys the file's are merged; a
+    base has none itself. A `protocol` gives its sampler, guidance, decoding and label_mode; what the file or the
+    overrides say beside it wins. Where an override changes the `name` of a section, the file's other keys of that
+    section go: they belong to what was named before. So do the base's where the file changes it.
 
     Raises:
         ValueError: a line for each wrong key, type or value, naming the file (or the override), the key, and what
             is expected.
     """
+    settings, source = _read(path), str(path)
+    with _faults_named(source):
+        base = settings.pop("base", None)
+        if base is not None:
+            below = _read_base(path, base)
+            source = f"{path} over {path.parent / base}"
+            settings = _merged_over(below, settings, source, source)
+    return _merged(settings, overrides, source, RunConfig)
+
+
+@contextlib.contextmanager
+def _faults_named(source: str) -> Iterator[None]:
+    """What OmegaConf and YAML find wrong as a `ValueError` in one line that begins with the source."""
+    try:
+        yield
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def _read_base(path: Path, base: Any) -> DictConfig:
+    """The keys of the file that `path` names as its base; a `ValueError` that names both where they cannot be had."""
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base: expected the path of a config file (got {base!r})")
+    try:
+        below = _read(path.parent / base)
+    except ValueError as error:
+        raise ValueError(f"{path}: base: {error}") from error
+    if "base" in below:
+        raise ValueError(f"{path}: base: {path.parent / base} has a base itself; only one level is read")
+    return below
+
+
+def _read(path: Path) -> DictConfig:
+    """The keys of one YAML file; a `ValueError` that names it where there are none."""
     if not path.is_file():
         raise ValueError(f"{path}: no such config file")
     try:
-        from_file = OmegaConf.load(path)
-    except YAMLError as error:
+        settings = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(from_file, DictConfig):
+    if not isinstance(settings, DictConfig):
         raise ValueError(f"{path}: expected keys and values, such as 'seed: 0', at the top level")
-    return _merged(from_file, overrides, str(path), RunConfig)
+    return settings
 
 
 def override_sampling(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
@@ -220,24 +256,32 @@ def _merged(
     for override in overrides:
         if "=" not in override or override.startswith(("-", "=")):
             raise ValueError(f"{override!r} is not an override; write key=value, such as train.max_steps=10")
-    try:
+    with _faults_named(source):
         from_line = OmegaConf.from_dotlist([o for o in overrides if not o.startswith(VERBATIM)])
         for key, value in (o.split("=", 1) for o in overrides if o.startswith(VERBATIM)):
             OmegaConf.update(from_line, key, value)
-        base = _over_protocol(OmegaConf.select(base, "protocol"), base, source)
-        if "protocol" in from_line:  # another protocol, or none: what the one before fixed goes
-            for section in SECTIONS:
-                base.pop(section, None)
-            base = OmegaConf.merge(base, _over_protocol(from_line.protocol, OmegaConf.create(), "command line"))
-        for section in NAMED_SECTIONS:
-            name = OmegaConf.select(from_line, f"{section}.name")
-            if name is not None and name != OmegaConf.select(base, f"{section}.name"):
-                OmegaConf.update(base, section, {}, merge=False)
-        settings = OmegaConf.to_container(OmegaConf.merge(base, from_line), resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
+        settings = OmegaConf.to_container(_merged_over(base, from_line, source, "command line"), resolve=True)
     assert isinstance(settings, dict)
     return parse_config(settings | (text or {}), source, kind, {override.split("=", 1)[0] for override in overrides})
+
+
+def _merged_over(base: DictConfig, upper: DictConfig, base_source: str, upper_source: str) -> DictConfig:
+    """The settings of `upper` over those of `base`, which lose what belongs to a protocol or name that upper changes.
+
+    The sources serve the error messages.
+    """
+    base = _over_protocol(OmegaConf.select(base, "protocol"), base, base_source)
+    if "protocol" in upper:  # another protocol, or none: what the one before fixed goes
+        for section in SECTIONS:
+            base.pop(section, None)
+        base = OmegaConf.merge(base, _over_protocol(upper.protocol, OmegaConf.create(), upper_source))
+    for section in NAMED_SECTIONS:
+        name = OmegaConf.select(upper, f"{section}.name")
+        if name is not None and name != OmegaConf.select(base, f"{section}.name"):
+            OmegaConf.update(base, section, {}, merge=False)
+    merged = OmegaConf.merge(base, upper)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _over_protocol(protocol: Any, settings: DictConfig, source: str) -> DictConfig:
