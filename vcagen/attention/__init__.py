@@ -2,7 +2,8 @@
 
 A backend is one file: a pydantic config with a literal `name`, and a module built from
 `(config, hidden_size, num_heads, grid_size, layer_index)` that maps tokens (B, N, C) to (B, N, C), where
-N = height * width of `grid_size`, row by row. The grid is given at construction; nothing infers it from N.
+N = height * width of `grid_size`, row by row. The grid is given at construction; nothing infers it from N. Its
+method `maps` gives the attention maps for the same tokens, by stage, so that they can be shown.
 """
 
 from typing import Annotated

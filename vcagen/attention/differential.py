@@ -6,6 +6,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from vcagen.attention.lambda_weight import LambdaWeight, ScaledRMSNorm
+from vcagen.attention.maps import AttentionMaps, softmax_map
 from vcagen.attention.value_conv import ValueConv
 
 
@@ -52,8 +53,8 @@ class DifferentialAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps tokens (B, N, C) to (B, N, C)."""
         q, k, values = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)  # (B, N, C) each
-        q1, q2 = q.unflatten(-1, (self.num_heads // 2, 2, -1)).permute(3, 0, 2, 1, 4)  # (B, heads/2, N, d)
-        k1, k2 = k.unflatten(-1, (self.num_heads // 2, 2, -1)).permute(3, 0, 2, 1, 4)
+        q1, q2 = self._split_pairs(q)  # (B, heads/2, N, d)
+        k1, k2 = self._split_pairs(k)
         v = values.unflatten(-1, (self.num_heads // 2, -1)).transpose(1, 2)  # (B, heads/2, N, 2d)
         positive = F.scaled_dot_product_attention(q1, k1, v)
         negative = F.scaled_dot_product_attention(q2, k2, v)
@@ -62,3 +63,13 @@ class DifferentialAttention(nn.Module):
         if self.value_conv is not None:
             out = out + self.value_conv(values)
         return self.proj(out)
+
+    def maps(self, x: torch.Tensor) -> dict[str, AttentionMaps]:
+        """The two maps that `forward` uses on tokens (B, N, C), `attention`: (B, heads/2, N, N)."""
+        q, k, _ = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)  # (B, N, C) each
+        positive, negative = map(softmax_map, self._split_pairs(q), self._split_pairs(k))
+        return {"attention": AttentionMaps(positive, negative, self.lambda_weight())}
+
+    def _split_pairs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, N, C) to (2, B, heads/2, N, d), a view: what belongs to the first and to the second map."""
+        return tokens.unflatten(-1, (self.num_heads // 2, 2, -1)).permute(3, 0, 2, 1, 4)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import nn
 
+from vcagen.attention.maps import AttentionMaps, softmax_map
 from vcagen.attention.value_conv import ValueConv
 
 
@@ -43,3 +44,8 @@ class MHSA(nn.Module):
         if self.value_conv is not None:
             out = out + self.value_conv(tokens[2])
         return self.proj(out)
+
+    def maps(self, x: torch.Tensor) -> dict[str, AttentionMaps]:
+        """The map that `forward` uses on tokens (B, N, C), `attention`: (B, heads, N, N)."""
+        q, k, _ = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, N, d)
+        return {"attention": AttentionMaps(softmax_map(q, k))}

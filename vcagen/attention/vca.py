@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from vcagen.attention.lambda_weight import LambdaWeight, ScaledRMSNorm
+from vcagen.attention.maps import AttentionMaps, softmax_map
 from vcagen.attention.value_conv import ValueConv
 
 Stream = Literal["pool", "embedding", "pool+embedding"]
@@ -113,6 +114,28 @@ class VCA(nn.Module):
         if self.value_conv is not None:
             out = out + self.value_conv(tokens[2])
         return self.proj(out)
+
+    def maps(self, x: torch.Tensor) -> dict[str, AttentionMaps]:
+        """The maps that `forward` uses on tokens (B, N, C).
+
+        Returns:
+            `stage1`, of contrast tokens over patches (B, heads, n, N), and `stage2`, of patches over contrast tokens
+            (B, heads, N, n). Rows of a joint stage II sum to 1 over both maps together, all others over each map.
+        """
+        tokens = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)  # 3 x (B, N, C)
+        q, k = self._split_heads(tokens[0]), self._split_heads(tokens[1])  # (B, heads, N, d)
+        streams = self._contrast_streams(tokens[0])
+        stage1 = AttentionMaps(softmax_map(streams[0], k))
+        if self.lambda1 is not None:
+            stage1 = AttentionMaps(stage1.positive, softmax_map(streams[1], k), self.lambda1())
+        stage2 = AttentionMaps(softmax_map(q, streams[0]))
+        if self.lambda2 is not None:
+            if self.config.stage2_softmax == "joint":
+                positive, negative = softmax_map(q, torch.cat(streams, dim=2)).chunk(2, dim=-1)
+            else:
+                positive, negative = stage2.positive, softmax_map(q, streams[1])
+            stage2 = AttentionMaps(positive, negative, self.lambda2())
+        return {"stage1": stage1, "stage2": stage2}
 
     def _split_heads(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, n, C) to (B, heads, n, d), a view."""
