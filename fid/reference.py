@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy._core import multiarray  # type: ignore[attr-defined]
+from numpy._core import multiarray
 from numpy.typing import NDArray
 
 from fid.features import CLIP, DIMENSIONS, DINO, INCEPTION, SPATIAL_DIMENSION
@@ -212,7 +212,7 @@ def _from_buffer(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], or
 def _read_torch_fidelity(path: Path, form: Format | None) -> Reference:
     _refuse_form(path, form)
     makers = [(maker, name) for name, maker in ARRAY_MAKERS.items()]
-    safe = [*makers, np.ndarray, np.dtype, np.dtypes.Float32DType, np.dtypes.Float64DType]
+    safe: list[Any] = [*makers, np.ndarray, np.dtype, np.dtypes.Float32DType, np.dtypes.Float64DType]
     try:
         with torch.serialization.safe_globals(safe):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -244,7 +244,7 @@ def _gaussian(path: Path, values: Any, mean_key: str, covariance_key: str, n: in
         mean, covariance = (np.asarray(values[key], dtype=np.float64) for key in (mean_key, covariance_key))
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: no numbers as {mean_key} and {covariance_key} in it") from error
-    if mean.ndim != 1 or covariance.shape != (mean.size, mean.size):
+    if mean.ndim != 1 or not mean.size or covariance.shape != (mean.size, mean.size):
         raise ValueError(
             f"{path}: {mean_key} has shape {mean.shape} and {covariance_key} {covariance.shape}; "
             "expected (d,) and (d, d)"
