@@ -29,7 +29,7 @@ TrainingData = Digits | ImageFolder | LatentCache
 def build_data(config: DataConfig) -> TrainingData:
     """The data set that a config describes; a `ValueError` that names the file or folder where it cannot be read."""
     if isinstance(config, DigitsConfig):
-        return Digits()
+        return Digits(config.image_size)
     if isinstance(config, LatentCacheConfig):
         return LatentCache(config)
     return ImageFolder(config)
