@@ -116,6 +116,63 @@ def test_scipys_matrix_square_root_agrees():
     assert distance == pytest.approx(oracle["fid"].item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("n", [2, 64, 300, 2000])
+def test_any_number_of_samples_gives_a_real_number(n):
+    rng = np.random.default_rng(n)
+    first, second = rng.standard_normal((2, n, 256))
+    distance, other_way = distance_of(first, second, known_n=True), distance_of(second, first, known_n=True)
+    assert np.isfinite(distance)
+    assert distance == pytest.approx(other_way, rel=1e-6)
+    assert distance == pytest.approx(distance_of(first, second), rel=1e-6)
+    assert 0 <= distance_of(first, first, known_n=True) < 1e-3
+    assert distance > {2: 500, 64: 250, 300: 90, 2000: 12}[n]  # both of one distribution: all of it is bias
+
+
+def test_the_bias_of_few_samples_is_as_theory_says():
+    def bias(n, dimension, repeats):
+        rng = np.random.default_rng(0)
+        exact = np.zeros(dimension), np.eye(dimension)
+        sampled = (statistics(rng.standard_normal((n, dimension))) for _ in range(repeats))
+        return np.mean([frechet_distance(*one, *exact, n) for one in sampled])
+
+    d, n = 64, 2000
+    assert bias(n, d, 40) == pytest.approx(d / n + d * (d + 1) / (4 * n), abs=0.01)  # 0.552
+    assert bias(300, 256, 4) == pytest.approx(65, abs=2)
+
+
+def test_scaled_and_shifted_standard_normals():
+    mean1, cov1, mean2, cov2 = np.zeros(64), np.eye(64), np.full(64, 0.3), 1.7**2 * np.eye(64)
+    assert frechet_distance(mean1, cov1, mean2, cov2) == pytest.approx(37.12, abs=1e-8)
+    assert frechet_distance(mean2, cov2, mean1, cov1) == pytest.approx(37.12, abs=1e-8)
+
+
+def test_a_condition_number_of_1e12_is_fine():
+    rng = np.random.default_rng(4)
+    rotation, _ = np.linalg.qr(rng.standard_normal((64, 64)))
+    spectrum = np.logspace(0, -12, 64)
+    cov1, cov2 = (rotation * spectrum) @ rotation.T, (rotation * 4 * spectrum) @ rotation.T
+    cov1, cov2 = (cov1 + cov1.T) / 2, (cov2 + cov2.T) / 2
+    zero = np.zeros(64)
+    assert frechet_distance(zero, cov1, zero, cov2) == pytest.approx(spectrum.sum(), abs=1e-6)  # sum (2 s - s)^2
+    assert frechet_distance(zero, cov2, zero, cov1) == pytest.approx(spectrum.sum(), abs=1e-6)
+    assert frechet_distance(zero, cov1, zero, cov1) < 1e-6
+
+
+def test_covariances_whose_product_is_far_from_symmetric():
+    # A symmetric routine on the product itself would find eigenvalues below -10 here.
+    cov1, transport = np.diag([1.0, 400.0]), np.array([[2.0, 0.9], [0.9, 0.5]])
+    cov2 = transport @ cov1 @ transport
+    assert np.linalg.eigvalsh(cov1 @ cov2)[0] < -10
+    expected = np.trace(cov1) + np.trace(cov2) - 2 * np.trace(transport @ cov1)
+    assert frechet_distance(ZERO2, cov1, ZERO2, cov2) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_covariance_is_of_features_not_of_samples():
+    for n in (5, 31, 200):
+        mean, covariance = statistics(np.random.default_rng(5).standard_normal((n, 31)))
+        assert (mean.shape, covariance.shape) == ((31,), (31, 31))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
