@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fid.__main__ import main as fid_main
-from tests.tiny_runs import tiny_config
+from tests.tiny_runs import ROOT, tiny_config
 from vcagen.data.digits import Digits
 from vcagen.files import locked, write_image
 from vcagen.generation import ImageMaker, load_model, plan_samples
@@ -309,3 +311,24 @@ def test_image_folders_are_scored_by_inception(
     assert result["generated"]["image_size"] == [24, 20]
     assert "rank-deficient" in result["warnings"][0]
     assert result["own_label_accuracy"] is None
+
+
+def test_two_processes_write_the_result_of_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [run, "--reference", "digits", "--num-images", 21, "--metrics", "fid,is,pr", "--save", "npz"]
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert score(*arguments, "--out", one, monkeypatch=monkeypatch) == 0
+    (npz,) = run.glob("scores/*/samples_21x8x8x3.npz")
+    kept = npz.read_bytes()
+    npz.unlink()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fid"]
+    command = [*launcher, "score", *map(str, arguments), "--out", str(two), "--batch-size", "4"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("FD-digits-21") == 1  # one process speaks
+    assert scores_of(two) == pytest.approx(scores_of(one), rel=1e-6)
+    assert json.loads(two.read_text())["run"]["num_processes"] == 2
+    with np.load(npz) as after:
+        images = after["arr_0"].astype(int)
+    npz.write_bytes(kept)
+    with np.load(npz) as before:
+        assert np.abs(images - before["arr_0"]).max() <= 1
