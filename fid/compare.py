@@ -31,6 +31,7 @@ SHOULD_AGREE = (
     "sampling.weights",
     "sampling.step",
 )
+ONE_MODEL = ("sampling.variant", "sampling.attention")  # what results joined by commas share on top
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Side:
 
 def compare_command(arguments: argparse.Namespace) -> None:
     """Prints a table and draws a chart. See `python -m fid compare --help`."""
+    if arguments.out.suffix.lower() != ".png":
+        raise ValueError(f"--out {arguments.out}: the chart is a PNG; give a name that ends in .png")
     require_file_name(arguments.out)
     sides = [read_side(argument) for argument in arguments.results]
     if len(sides) < 2:
@@ -71,17 +74,18 @@ def read_side(argument: str) -> Side:
     Raises:
         ValueError: a file that is missing or is no result, or seeds that are no seeds of one model.
     """
-    results = []
-    for text in argument.split(","):
-        try:
-            result = json.loads(Path(text).read_text())
-            assert result["scores"]
-            results.append(result)
-        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ValueError(f"{text}: not a result of `python -m fid score` ({error or 'no scores'})") from error
+    results = [_read_result(text) for text in argument.split(",")]
     pixels = [_at(result, "generated.pixels_sha256") for result in results]
     if len(set(pixels)) < len(pixels):
         raise ValueError(f"{argument}: the same images twice; several results of one model are of several seeds")
+    for result in results:
+        for place in ONE_MODEL:
+            one, other = _at(results[0], place), _at(result, place)
+            if one != other:
+                raise ValueError(
+                    f"{argument}: {place} is {_short(one)} and {_short(other)}; commas join the seeds of one model, "
+                    "another model is another argument"
+                )
     sampling = [_at(result, "generated.sampling") or {} for result in results]
     name = Path(results[0]["generated"]["images"]).name
     variant, attention = sampling[0].get("variant"), (sampling[0].get("attention") or {}).get("name")
@@ -129,7 +133,7 @@ def difference(side: Side, first: Side, name: str) -> Difference:
     """Side minus first, with its interval where there are several seeds: paired where both have the same ones."""
     mine, theirs = side.values(name), first.values(name)
     order, other = _seeds(side), _seeds(first)
-    if None in order or sorted(order) != sorted(other) or len(set(order)) < len(order):
+    if None in (*order, *other) or sorted(order) != sorted(other) or len(set(order)) < len(order):
         return welch_difference(mine, theirs)
     return paired_difference(mine, np.array([theirs[other.index(seed)] for seed in order]))
 
@@ -168,6 +172,18 @@ def draw(sides: list[Side], names: list[str], out: Path) -> None:
         axis.set_title(name)
     with written_aside(out) as aside:
         figure.savefig(aside, dpi=120, format="png")
+
+
+def _read_result(text: str) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(Path(text).read_text())
+        scores = {score["name"]: float(score["value"]) for score in result["scores"]}
+        Path(result["generated"]["images"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{text}: not a result of `python -m fid score` ({error})") from error
+    if not scores:
+        raise ValueError(f"{text}: no scores in it")
+    return result
 
 
 def _seeds(side: Side) -> list[Any]:

@@ -28,13 +28,14 @@ DIMENSIONS = {INCEPTION: 2048, DIGITS: 64, DINO: 1024, CLIP: 768}
 NUM_LOGITS = {INCEPTION: 1008, DIGITS: 10}
 RESIZE_RULES = {
     INCEPTION: "TensorFlow 1 bilinear to 299 without antialiasing, in the network, from uint8",
-    DIGITS: "none: 8x8",
+    DIGITS: "none for 8x8; means of 2x2 pixels for 16x16",
     DINO: "TensorFlow 1 bilinear to 224 without antialiasing, in the network, from uint8",
     CLIP: "TensorFlow 1 bilinear to 224 without antialiasing, in the network, from uint8",
 }
 INCEPTION_FILE = URL_INCEPTION_V3.rsplit("/", 1)[1]
 INCEPTION_SHA256_PREFIX = "6726825d"  # torch.hub's convention puts it into the file's name
 DIGITS_BATCH = 64
+DIGITS_SIZES = ((8, 8), (16, 16))
 DINO_FILE = "dinov2_vitl14_pretrain.pth"
 
 # sFID: the first 7 channels of ADM's mixed_6/conv, which is this branch after its ReLU, on a grid of 17x17.
@@ -80,7 +81,7 @@ class Extractor:
         """Features of a batch, on the extractor's device.
 
         Args:
-            images: (B, 3, H, W) uint8 on any device; 8x8 for digits, any size for the others, which resize.
+            images: (B, 3, H, W) uint8 on any device; 8x8 or 16x16 for digits, any size for the others, which resize.
 
         Raises:
             ValueError: another type or shape.

@@ -196,16 +196,17 @@ class DatasetImages:
 
 
 class DigitsImages:
-    """The real digits, 8x8, three equal channels."""
+    """The real digits, 8x8 or enlarged to 16x16, three equal channels."""
 
     from_files = True
 
-    def __init__(self) -> None:
-        self.data = Digits()
+    def __init__(self, size: int = 8) -> None:
+        self.data = Digits(size)
+        enlarged = "" if size == 8 else f", enlarged to {size}x{size}"
         self.about = About(
-            name="digits (scikit-learn, 1797 real images)",
+            name=f"digits (scikit-learn, 1797 real images{enlarged})",
             num_images=len(self.data),
-            size=(8, 8),
+            size=(size, size),
             labels=self.data.labels,
             class_names=Digits.class_names,
         )
@@ -269,7 +270,7 @@ def open_images(source: str, crop: int | None, check: bool = True) -> Images:
     if crop is not None and crop < 1:
         raise ValueError(f"--crop {crop}: must be at least 1")
     if source == DIGITS_REFERENCE:
-        return DigitsImages()
+        return DigitsImages(16 if crop == 16 else 8)
     if path.suffix == ".npz":
         return NpzImages(path)
     shards = path.is_dir() and (bool(visible_files(path, ".tar")) or has_dataset(path))

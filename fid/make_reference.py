@@ -11,7 +11,7 @@ import numpy as np
 from accelerate import PartialState
 
 from fid.collection import Wanted
-from fid.features import DIGITS, INCEPTION, RESIZE_RULES
+from fid.features import DIGITS, DIGITS_SIZES, INCEPTION, RESIZE_RULES
 from fid.images import DIGITS_REFERENCE, LOSSY_SUFFIXES, DatasetImages, FolderImages, Images, open_images
 from fid.metrics import halves_distance
 from fid.score import build_for_all
@@ -38,8 +38,10 @@ def reference_command(arguments: argparse.Namespace) -> None:
     require_file_name(out)
     require_writable(out.parent, min(keep, images.about.num_images) * height * width * 3)
     name = arguments.extractor or (DIGITS if arguments.source == DIGITS_REFERENCE else INCEPTION)
-    if name == DIGITS and images.about.size != (8, 8):
-        raise ValueError(f"{images.about.name}: {DIGITS} reads 8x8 digits, not images of {width}x{height} pixels")
+    if name == DIGITS and images.about.size not in DIGITS_SIZES:
+        raise ValueError(
+            f"{images.about.name}: {DIGITS} reads 8x8 digits (or 16x16), not images of {width}x{height} pixels"
+        )
     extractor = build_for_all(name, arguments.extractor_weights, device, process)
 
     workspace = Workspace(out, extractor, arguments.batch_size, process)

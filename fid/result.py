@@ -37,7 +37,8 @@ def describe_reference(reference: Reference, real: Collected | None) -> dict[str
         "num_images": reference.num_images,
         "image_size": list(reference.size) if reference.size else None,
         "file_sha256": reference.sha256,
-        "pixels_sha256": real.pixels_sha256 if real else None,
+        # A file's hash says which images are in it; whether a metric looked at them should not matter.
+        "pixels_sha256": real.pixels_sha256 if real and reference.sha256 is None else None,
         "notes": list(reference.notes),
     }
 

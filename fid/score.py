@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from fid.collection import Collected, Part
-from fid.features import DIGITS, INCEPTION, Extractor, build_extractor
+from fid.features import DIGITS, DIGITS_SIZES, INCEPTION, Extractor, build_extractor
 from fid.images import DIGITS_REFERENCE, Images, open_images
 from fid.metrics import (
     FRECHET_NAMES,
@@ -59,9 +59,9 @@ def score_command(arguments: argparse.Namespace) -> None:
     images: Images = _sampled(model, arguments) if model else open_images(str(arguments.source), None, check)
     height, width = images.about.size
     # A model's reference is cropped as its training images were; folders are compared as they are.
-    crop = arguments.crop or (height if model and height == width else None)
-    reference = open_reference(arguments.reference, crop, arguments.reference_format, check)
     is_digits = arguments.reference == DIGITS_REFERENCE
+    crop = arguments.crop or (height if (model or is_digits) and height == width else None)
+    reference = open_reference(arguments.reference, crop, arguments.reference_format, check)
     name = arguments.extractor or reference.extractor or (DIGITS if is_digits else INCEPTION)
     require_comparable(images, reference, name)
     metrics = chosen_metrics(arguments.metrics, name, reference)
@@ -85,20 +85,24 @@ def score_command(arguments: argparse.Namespace) -> None:
         return
     workspace = Workspace(out, extractor, arguments.batch_size, process)
     with workspace.opened():
-        result = _score(missing, images, reference, workspace, arguments.kid_subset_size)
+        others = [score for score in before["scores"] if score["metric"] not in missing] if before else []
+        result = _score(missing, others, images, reference, workspace, arguments.kid_subset_size)
         if result is None:
             return
-        others = [score for score in before["scores"] if score["metric"] not in missing] if before else []
-        result["scores"] = sorted(others + result["scores"], key=lambda score: METRICS.index(score["metric"]))
         write_json(out, {**result, "scored_sha256": scored})
         workspace.remove()
     print(describe(result, out))
 
 
 def _score(
-    metrics: tuple[Metric, ...], images: Images, reference: Reference, workspace: Workspace, kid_subset_size: int
+    metrics: tuple[Metric, ...],
+    others: list[dict[str, Any]],
+    images: Images,
+    reference: Reference,
+    workspace: Workspace,
+    kid_subset_size: int,
 ) -> dict[str, Any] | None:
-    """Collects and computes; the result on the main process, None on the others."""
+    """Collects and computes; the result, with the scores that are there already, on the main process, else None."""
     extractor, process = workspace.extractor, workspace.process
     of_reference = wanted_of_reference(metrics, reference)
     real = None
@@ -116,11 +120,14 @@ def _score(
         return None
     computed = real if real is not None and reference.pooled is None else None
     saved = images.finish() if isinstance(images, SampledImages) else None
+    new = [asdict(score) for score in compute(metrics, generated, reference, real, extractor, kid_subset_size)]
+    scores = sorted(others + new, key=lambda score: METRICS.index(score["metric"]))
+    known = {score["metric"] for score in scores}
     return {
-        "scores": [asdict(score) for score in compute(metrics, generated, reference, real, extractor, kid_subset_size)],
+        "scores": scores,
         "reference_halves_distance": halves_distance(computed.part) if computed else reference.halves_distance,
         "own_label_accuracy": own_label_accuracy(images, generated, extractor),
-        "warnings": warnings(metrics, images, generated, reference, extractor),
+        "warnings": warnings(tuple(m for m in METRICS if m in known), images, generated, reference, extractor),
         "generated": describe_images(images, generated),
         "reference": describe_reference(reference, real),
         "extractor": describe_extractor(extractor),
@@ -167,9 +174,9 @@ def require_comparable(images: Images, reference: Reference, extractor: str) -> 
             f"{images.about.name}: images of {width}x{height} pixels, but the reference {reference.name} "
             f"has {reference.size[1]}x{reference.size[0]}; sizes must agree, since the extractor resizes silently"
         )
-    if extractor == DIGITS and images.about.size != (8, 8):
+    if extractor == DIGITS and images.about.size not in DIGITS_SIZES:
         raise ValueError(
-            f"{images.about.name}: {DIGITS} reads 8x8 digits, not images of {width}x{height} pixels; "
+            f"{images.about.name}: {DIGITS} reads 8x8 digits (or 16x16), not images of {width}x{height} pixels; "
             f"use --extractor {INCEPTION}"
         )
     if reference.extractor is not None and reference.extractor != extractor:

@@ -76,8 +76,8 @@ class TrainingScorer:
                 f"score.reference={config.reference}: is a folder; write its statistics once by "
                 f"`python -m fid reference {config.reference} --crop SIZE --out ref.npz` and give that file"
             )
-        self.reference = open_reference(config.reference, None)
         images: Images = TrainingImages(run, run.ema_model, config.num_images)
+        self.reference = open_reference(config.reference, images.about.size[0])  # the size matters to digits alone
         name = self.reference.extractor or DIGITS
         require_comparable(images, self.reference, name)
         weights = None if config.extractor_weights is None else Path(config.extractor_weights)

@@ -32,7 +32,7 @@ ROUNDS = 9
 
 
 def measured(path: Path, experiment: Experiment, out: Path) -> dict[str, Any]:
-    """Costs of all rows by family, the machine, and the floor; measured once and kept in `measured.json`.
+    """Costs of all rows and the floor by family, and the machine; measured once and kept in `measured.json`.
 
     Args:
         path: the experiment's file.
@@ -49,8 +49,11 @@ def measured(path: Path, experiment: Experiment, out: Path) -> dict[str, Any]:
     for family in experiment.families:
         ours = [run for run in runs if run.family == family]
         costs[family] = _costs([(run, run_config(path, experiment, run, out)) for run in ours])
-    first = run_config(path, experiment, runs[0], out)
-    result = {"machine": machine(), "floor": _floor(first), "costs": costs}
+    floors = {
+        family: _floor(run_config(path, experiment, next(run for run in runs if run.family == family), out))
+        for family in experiment.families
+    }
+    result = {"machine": machine(), "floors": floors, "costs": costs}
     write_json(file, result)
     return result
 
@@ -106,7 +109,7 @@ def _multiply_adds(model: DiffusionTransformer) -> int:
 def _floor(config: RunConfig) -> float | None:
     """Distance between two halves of the reference, where it holds images or says so."""
     assert config.score is not None
-    reference = open_reference(config.score.reference, None)
+    reference = open_reference(config.score.reference, build_data(config.data).image_shape[1])
     if reference.images is None or reference.pooled is not None:
         return reference.halves_distance
     extractor = build_extractor(reference.extractor or DIGITS, config.score.extractor_weights)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STYLES = ("-", "--", ":")
 
 
-def draw_curves(families: dict[str, list["Row"]], score_name: str, floor: float | None, out: Path) -> None:
+def draw_curves(families: dict[str, list["Row"]], score_name: str, floors: dict[str, float | None], out: Path) -> None:
     """`scores.png`, means and standard deviations over seeds, and `losses.png`, means of the logged rows."""
     for file, draw in (("scores.png", _draw_scores), ("losses.png", _draw_losses)):
         figure = Figure(figsize=(5.5 * len(families) + 2, 4.2), dpi=90, layout="constrained")
@@ -27,8 +27,8 @@ def draw_curves(families: dict[str, list["Row"]], score_name: str, floor: float 
                     draw(axis, row, f"C{index % 10}", STYLES[index // 10])
             axis.set(title=family, xlabel="step", ylabel=score_name if file == "scores.png" else "loss")
             axis.grid(alpha=0.3)
-        if file == "scores.png" and floor is not None:
-            for axis in axes:
+            floor = floors[family]
+            if file == "scores.png" and floor is not None:
                 axis.axhline(floor, color="k", linewidth=0.8)
         handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda found: len(found[1]))
         figure.legend(handles, labels, loc="outside right upper", fontsize="small")

@@ -92,13 +92,11 @@ def write_report(path: Path, experiment: Experiment, out: Path, measured: dict[s
         for family in experiment.families
     }
     families = {family: rows for family, rows in families.items() if any(row.seeds for row in rows)}
-    floor = measured["floor"]
-    floor_text = "" if floor is None else f" Two halves of the real images are {floor:.2f} apart: its floor."
     lines = [
         f"# {path.stem}: what each attention buys",
         "",
         f"Made by `python -m fid compare-runs {path} --out {out}`; {len(found)} of {len(planned)} runs are in it.",
-        f"The score is {score_name} of EMA weights; lower is better.{floor_text}",
+        f"The score is {score_name} of EMA weights; lower is better.",
         "",
         "Rows of one seed share data order, noise, timesteps and label drops, and are sampled from the same noise; "
         "`+-` is the standard deviation over seeds. A difference is the mean over seeds of row minus control, with its "
@@ -107,7 +105,14 @@ def write_report(path: Path, experiment: Experiment, out: Path, measured: dict[s
     ]
     for family, rows in families.items():
         config = next(configs[run.name] for run, _ in found if run.family == family)
-        lines += [f"## {family}", "", _protocol(config), "", *_table(rows, experiment.controls, score_name), ""]
+        lines += [
+            f"## {family}",
+            "",
+            _protocol(config, measured["floors"][family]),
+            "",
+            *_table(rows, experiment.controls, score_name),
+            "",
+        ]
         lines += [*_verdicts(rows, experiment.controls, score_name), ""]
     lines += [
         "## Cost",
@@ -116,7 +121,7 @@ def write_report(path: Path, experiment: Experiment, out: Path, measured: dict[s
     ]
     for family, rows in families.items():
         lines += ["", *_cost_table(family, rows, experiment.controls[0], score_name)]
-    draw_curves(families, score_name, floor, out)
+    draw_curves(families, score_name, measured["floors"], out)
     draw_grids({family: [row.name for row in rows] for family, rows in families.items()}, planned, out)
     lines += ["", "![Score against steps](scores.png)", "", "![Training loss](losses.png)", ""]
     lines += ["Samples of the first seed, one digit a row, from the same noise for all:", "", "![Samples](samples.png)"]
@@ -137,14 +142,15 @@ def _row(name: str, found: list[tuple[PlannedRun, dict[str, Any]]], score_name: 
     )
 
 
-def _protocol(config: RunConfig) -> str:
-    train, data = config.train, config.data.name
+def _protocol(config: RunConfig, floor: float | None) -> str:
+    train, data = config.train, ", ".join(f"{key} {value}" for key, value in config.data.model_dump().items())
     assert config.score is not None
     return (
-        f"{config.model.variant} on {data}: {train.max_steps} steps of {train.global_batch_size} images, learning rate "
+        f"{config.model.variant} ({data}): {train.max_steps} steps of {train.global_batch_size} images, learning rate "
         f"{train.learning_rate:g} ({train.schedule}, {train.warmup_steps} steps of warm-up), EMA {train.ema_decay:g}, "
         f"{train.precision}; {config.score.num_images} images a score, {describe_sampler(config.sampler)}, guidance "
         f"{config.guidance.scale:g}, labels {config.label_mode}."
+        + ("" if floor is None else f" Two halves of the real images are {floor:.2f} apart: the floor of the score.")
     )
 
 

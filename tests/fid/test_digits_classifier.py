@@ -61,7 +61,7 @@ def test_other_types_and_channels_are_refused(images):
 
 
 def test_other_sizes_are_refused():
-    with pytest.raises(ValueError, match="images are 32x32; the digits classifier takes 8x8 only"):
+    with pytest.raises(ValueError, match="images are 32x32; the digits classifier takes 8x8 or 16x16 only"):
         load_digits_classifier()(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
 
 

@@ -39,7 +39,7 @@ def test_the_committed_experiment_is_read_and_rows_differ_in_attention_alone() -
     path = ROOT / "configs/experiments/digits.yaml"
     experiment = read_experiment(path)
     runs = plan_runs(experiment, (3,))
-    assert len({run.name for run in runs}) == len(runs) == 18
+    assert len({run.name for run in runs}) == len(runs) == 24
     for family in experiment.families:
         settings = []
         for run in runs:
@@ -109,11 +109,11 @@ def test_the_report_says_what_is_shown(
     fabricate(path, out, {"softmax": [50.0, 61.0, 70.0], "VCA": vca})
     cost = {"parameters": 100, "multiply_adds": 10**6}
     costs = {"softmax": cost | {"step_seconds": 1.0}, "VCA": cost | {"step_seconds": 1.25}}
-    write_json(out / "measured.json", {"machine": "this", "floor": 1.5, "costs": {"SiT": costs}})
+    write_json(out / "measured.json", {"machine": "this", "floors": {"SiT": 1.5}, "costs": {"SiT": costs}})
     assert compare_runs(monkeypatch, path, "--out", out, "--report-only") == 0
     report = (out / "README.md").read_text()
     assert f"- FD-digits-12 against **softmax**: {verdict}." in report
-    assert "1.50 apart: its floor" in report
+    assert "1.50 apart: the floor" in report
     mean, spread = np.mean(vca), np.std(vca, ddof=1)
     assert f"| VCA | 3 | 0.500 +- 0.000 | {mean:.1f} +- {spread:.1f} |" in report
     # At 1.25 times the cost of a step, the time of 4 steps is enough for 3.2: a line from +10 at 2 to +0 at 4.

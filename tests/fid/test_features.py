@@ -170,7 +170,7 @@ def test_digits_extractor_is_the_classifier(digits_images):
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
     assert (extractor.name, extractor.dimension) == (DIGITS, 64)
     assert len(extractor.weights_sha256) == 64
-    with pytest.raises(ValueError, match="32x32; the digits classifier takes 8x8 only"):
+    with pytest.raises(ValueError, match="32x32; the digits classifier takes 8x8 or 16x16 only"):
         extractor(random_images(1, 3, 32, 32))
     with pytest.raises(ValueError, match="brings its own weights; leave out --extractor-weights"):
         build_extractor(DIGITS, "inception.pth")

@@ -487,7 +487,7 @@ def test_a_reference_of_other_weights_sizes_or_networks_does_not_compare(tmp_pat
         (["four.npz", "--out", "ref.npz", "--crop", "8"], "--crop 8: four.npz is taken as it is; leave out --crop"),
         (
             ["four.npz", "--out", "ref.npz", "--extractor", DIGITS],
-            "digits-classifier reads 8x8 digits, not images of 9",
+            "digits-classifier reads 8x8 digits (or 16x16), not images of 9",
         ),
         (["four.npz", "--out", "ref.npz", "--extractor", "vgg"], "unknown feature extractor 'vgg'; known: incep"),
         (["missing", "--out", "ref.npz"], "missing does not exist"),
@@ -549,7 +549,7 @@ def test_statistics_and_pictures_of_one_reference_are_two_things(
     assert described["notes"] == ["statistics of 1000 images; its 100 images in arr_0 are for pr and kid alone"]
     assert described["notes"][0] in capsys.readouterr().out
     assert pictures_to_statistics["extractor"]["name"] == DIGITS
-    assert pictures_to_statistics["extractor"]["resize"] == "none: 8x8"
+    assert pictures_to_statistics["extractor"]["resize"] == "none for 8x8; means of 2x2 pixels for 16x16"
     # Pictures against pictures, where there are no statistics.
     pictures_to_pictures = score("hundred.npz", "hundred.npz", "--extractor", DIGITS)
     assert pictures_to_pictures["scores"][0]["value"] == pytest.approx(0, abs=1e-6)
