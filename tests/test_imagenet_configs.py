@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
 
+from tests.conftest import tiny_vae
 from vcagen.attention import VCAConfig
 from vcagen.autoencoder import KLAutoencoder, KLConfig
 from vcagen.cache.records import Record
@@ -40,14 +40,7 @@ BuildOnMeta = Callable[[RunConfig], torch.nn.Module]
 @pytest.fixture(scope="module")
 def build_on_meta(tmp_path_factory: pytest.TempPathFactory) -> BuildOnMeta:
     """Builds a run's model without memory, by what training uses; its data is a cache of one latent in 1000 classes."""
-    vae = AutoencoderKL(
-        block_out_channels=(4,) * 4,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=4,
-    )
+    vae = tiny_vae()
     autoencoder = KLAutoencoder(vae, vae)
     caches = {}
     for size in (256, 512):
