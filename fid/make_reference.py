@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from fid.collection import Wanted
 from fid.features import DIGITS, DIGITS_SIZES, INCEPTION, RESIZE_RULES
-from fid.images import DIGITS_REFERENCE, LOSSY_SUFFIXES, DatasetImages, FolderImages, Images, open_images
+from fid.images import DIGITS_REFERENCE, LOSSY_SUFFIXES, Images, open_images
 from fid.metrics import halves_distance
 from fid.score import build_for_all
 from fid.workspace import Workspace
@@ -30,7 +30,7 @@ def reference_command(arguments: argparse.Namespace) -> None:
     device = usable_device(arguments.device)
     process = PartialState(cpu=device.type == "cpu")
     images = open_images(arguments.source, arguments.crop, check=process.is_main_process)
-    if arguments.crop is not None and not isinstance(images, FolderImages | DatasetImages):
+    if arguments.crop is not None and images.about.size != (arguments.crop, arguments.crop):
         raise ValueError(f"--crop {arguments.crop}: {images.about.name} is taken as it is; leave out --crop")
     if images.about.num_images < 2:
         raise ValueError(f"{images.about.name}: 1 image; a covariance needs at least 2")

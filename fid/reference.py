@@ -148,9 +148,13 @@ def _read_npz(path: Path, form: Format | None) -> Reference:
     if spatial is not None and spatial.mean.size != SPATIAL_DIMENSION:
         raise ValueError(f"{path}: mu_s has {spatial.mean.size} values, expected {SPATIAL_DIMENSION}")
     size = tuple(meta["image_size"]) if "image_size" in meta else images.about.size if images else None
+    notes: tuple[str, ...] = ()
     if meta:
-        others = f"its {images.about.num_images} images in arr_0 are for pr and kid alone" if images else None
-        notes = (f"statistics of {n} images; {others}",) if others else ()
+        if images:
+            others = f"its {images.about.num_images} images in arr_0 are for pr and kid alone"
+            notes += (f"statistics of {n} images; {others}",)
+        if meta.get("lossy"):
+            notes += (f"made of images that were stored lossily ({', '.join(meta['lossy'])})",)
     elif form or has_spatial or images:
         notes = (NOTES[form or "adm"],)
     else:
