@@ -1,4 +1,4 @@
-"""Measurements on this machine: python -m vcagen.benchmark data."""
+"""Measurements on this machine: python -m vcagen.benchmark data; counts: python -m vcagen.benchmark cost."""
 
 import argparse
 import subprocess
@@ -10,7 +10,9 @@ from vcagen.commands import exit_code
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m vcagen.benchmark", description="Measure speed on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m vcagen.benchmark", description="Measure speed on this machine, and count cost."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     data = commands.add_parser(
         "data",
@@ -37,6 +39,14 @@ def parse_arguments() -> argparse.Namespace:
     fid.add_argument("--dimension", type=int, default=2048, help="features of the Frechet distance")
     fid.add_argument("--memory", action="store_true", help="also score 500, 5,000 and 500,000 images of a tiny network")
     fid.add_argument("--json", type=Path, help="write the result here")
+    cost = commands.add_parser(
+        "cost",
+        help="parameters, multiply-adds and activation memory of every attention",
+        description="Count what each attention costs in every model at 256, 512 and 1024 pixels, and in DeiT's shapes "
+        "against the claims of arXiv 2511.00833. Nothing is timed and no model takes memory; some minutes.",
+    )
+    cost.add_argument("--json", type=Path, help="write the counts here")
+    cost.add_argument("--markdown", type=Path, help="write what is printed here")
     soak = commands.add_parser(
         "soak",
         help="kill and restart training at random moments",
@@ -62,6 +72,10 @@ def main() -> int:
         elif arguments.command == "fid":
             # Evaluation is the room above this one: it is started, not imported.
             subprocess.run([sys.executable, "-m", "fid.benchmark", *sys.argv[2:]], check=True)
+        elif arguments.command == "cost":
+            from vcagen.benchmark.cost import benchmark_cost
+
+            benchmark_cost(arguments)
         else:
             from vcagen.benchmark.soak import soak
 
