@@ -97,7 +97,7 @@ def test_of_many_queries_the_middle_of_each_cell_is_shown() -> None:
 
 
 def arguments(checkpoint: Path, out: Path, **changed: Any) -> Namespace:
-    given = {"overrides": [], "label": "3", "timestep": None, "layer": None, "head": 0, "seed": 0}
+    given = {"overrides": [], "label": "3", "timestep": None, "layer": None, "head": 0, "seed": 0, "weights": "ema"}
     return Namespace(checkpoint=checkpoint, out=out, **(given | changed))
 
 

@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layer", type=int, help="from 0 (default: the middle one)")
     parser.add_argument("--head", type=int, default=0, help="from 0 (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the image and its noise (default: 0)")
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help="EMA or raw weights")
     parser.add_argument("--out", type=Path, default=Path("maps.png"), help="PNG to write (default: maps.png)")
     return parser.parse_intermixed_args()  # overrides may stand on either side of options
 
@@ -194,7 +195,7 @@ def visualise(arguments: argparse.Namespace) -> None:
     from vcagen.generation import class_id, load_model
 
     require_file_name(arguments.out)
-    model = load_model(arguments.checkpoint, overrides=arguments.overrides)
+    model = load_model(arguments.checkpoint, arguments.weights, arguments.overrides)
     label = class_id(arguments.label, model.class_names)
     depth = len(model.maker.model.blocks)
     layer = depth // 2 if arguments.layer is None else arguments.layer
