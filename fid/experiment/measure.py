@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from fid.collection import Collection, Wanted
 from fid.experiment.plan import Experiment, PlannedRun, plan_runs, run_config
@@ -19,6 +17,7 @@ from fid.features import DIGITS, build_extractor
 from fid.metrics import halves_distance
 from fid.reference import open_reference
 from vcagen.autoencoder import build_autoencoder
+from vcagen.benchmark.cost import cost_of
 from vcagen.benchmark.measure import interleaved, machine
 from vcagen.config import RunConfig
 from vcagen.data import build_data
@@ -95,15 +94,14 @@ def _step(
     model.zero_grad()
 
 
-@torch.no_grad()
 def _multiply_adds(model: DiffusionTransformer) -> int:
     """Of one image's forward pass, counted operator by operator."""
-    image = torch.zeros(1, model.config.in_channels, *model.config.latent_size)
-    counter = FlopCounterMode(display=False)
-    # The counter does not see into the fused kernels of the CPU.
-    with sdpa_kernel(SDPBackend.MATH), counter:
-        model(image, torch.zeros(1), torch.zeros(1, dtype=torch.long))
-    return counter.get_total_flops() // 2
+
+    def inputs() -> tuple[torch.Tensor, ...]:
+        image = torch.zeros(1, model.config.in_channels, *model.config.latent_size)
+        return image, torch.zeros(1), torch.zeros(1, dtype=torch.long)
+
+    return cost_of(lambda: DiffusionTransformer(**model.config), inputs).multiply_adds
 
 
 def _floor(config: RunConfig) -> float | None:
