@@ -92,6 +92,7 @@ GRAFT = [*CONVERT, "graft"]
 BUILD = ["-m", "vcagen.cache", "build"]
 MEASURE = ["-m", "vcagen.benchmark", "data"]
 MEASURE_FID = ["-m", "vcagen.benchmark", "fid"]
+MEASURE_SPEED = ["-m", "vcagen.benchmark", "attention"]
 COUNT = ["-m", "vcagen.benchmark", "cost"]
 SHOW = ["-m", "vcagen.visualise"]
 DRAW = ["-m", "vcagen.curves"]
@@ -101,7 +102,7 @@ DRAW = ["-m", "vcagen.curves"]
     "command",
     [
         *(["train.py"], ["sample.py"], ["-m", "fid"], ["-m", "fid", "score"], ["-m", "fid", "reference"]),
-        *(CONVERT, GRAFT, BUILD, MEASURE, MEASURE_FID, COUNT, DRAW, SHOW),
+        *(CONVERT, GRAFT, BUILD, MEASURE, MEASURE_FID, MEASURE_SPEED, COUNT, DRAW, SHOW),
     ],
 )
 def test_help_imports_nothing_heavy(command: list[str]) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vcagen.benchmark.arguments import add_speed_commands
 from vcagen.commands import exit_code
 
 
@@ -47,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     cost.add_argument("--json", type=Path, help="write the counts here")
     cost.add_argument("--markdown", type=Path, help="write what is printed here")
+    add_speed_commands(commands)
     soak = commands.add_parser(
         "soak",
         help="kill and restart training at random moments",
@@ -76,6 +78,22 @@ def main() -> int:
             from vcagen.benchmark.cost import benchmark_cost
 
             benchmark_cost(arguments)
+        elif arguments.command == "attention":
+            from vcagen.benchmark.attention import benchmark_attention
+
+            benchmark_attention(arguments)
+        elif arguments.command == "model":
+            from vcagen.benchmark.model import benchmark_model
+
+            benchmark_model(arguments)
+        elif arguments.command == "train":
+            from vcagen.benchmark.training import benchmark_training
+
+            benchmark_training(arguments)
+        elif arguments.command == "sample":
+            from vcagen.benchmark.sampling import benchmark_sampling
+
+            benchmark_sampling(arguments)
         else:
             from vcagen.benchmark.soak import soak
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from vcagen.attention import AttentionConfig, DifferentialConfig, MHSAConfig, VCAConfig, build_attention
 from vcagen.attention.vca import resolve_contrast_grid
+from vcagen.benchmark.measure import markdown_table
 from vcagen.files import require_file_name, write_json, write_text
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.models.variants import SHAPES
@@ -203,7 +204,7 @@ def describe(models: list[Row], deits: list[Row]) -> str:
         [
             INTRODUCTION,
             "## The paper's claims",
-            _table(["claim", "counted"], _claims(models, deits)),
+            markdown_table(["claim", "counted"], _claims(models, deits)),
             "DeiT's own parameters are the published ones. Its attention layers are counted on patch tokens alone.",
             "## Parameters, millions",
             _quantity(models, lambda cost: cost.parameters / 1e6),
@@ -246,17 +247,9 @@ def _quantity(rows: list[Row], value: Callable[[Cost], float]) -> str:
         first, *others = (costs[model, pixels, attention] for attention in ATTENTIONS)
         cells = [_digits(first), *(f"{_digits(other)} ({other / first:.3f})" for other in others)]
         lines.append([model, str(pixels), str(row.tokens), str(row.contrast_tokens), *cells])
-    return _table(["model", "pixels", "N", "n", *ATTENTIONS], lines)
+    return markdown_table(["model", "pixels", "N", "n", *ATTENTIONS], lines)
 
 
 def _digits(value: float) -> str:
     """Four digits, trailing zeros kept."""
     return f"{value:#.4g}".removesuffix(".") if value < 1e4 else f"{value:.0f}"
-
-
-def _table(header: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table whose columns are padded, so that it can be read in a terminal too."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    padded = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])

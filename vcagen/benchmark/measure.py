@@ -1,34 +1,176 @@
-"""What all benchmarks share: interleaved timing, peak memory, the table."""
+"""What all benchmarks share: interleaved timing, peak memory, tables."""
 
+import math
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from vcagen.files import write_json
 
+# The profiler's own library talks to stderr about GPUs that it does not find.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-def machine() -> str:
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHORTEST = 0.05  # seconds; shorter work is repeated within a round
+
+
+def machine(device: torch.device | None = None) -> str:
     """What was measured on, in words."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    words = (
+        f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    if device is not None and device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {words}, CUDA {torch.version.cuda}"
+    return words
 
 
-def interleaved(works: dict[str, Callable[[], None]], rounds: int, what: str) -> dict[str, list[float]]:
+def interleaved(
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    what: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each piece of work in each round; all of them once before, so that caches are warm."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in tqdm(range(rounds), desc=what, delay=2):
         for name, work in works.items():
-            started = time.perf_counter()
+            started = clock()
             work()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(clock() - started)
     return times
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to measure.
+
+    Attributes:
+        run: does it once.
+        flops: floating-point operations of its matrix products and convolutions.
+        dtype: key of `DTYPES`: what they are computed in.
+    """
+
+    run: Callable[[], object]
+    flops: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one piece of work.
+
+    Attributes:
+        seconds: median over the rounds.
+        fastest: of the rounds.
+        ratio: median over the rounds of its time over the first work's in the same round.
+        lowest, highest: of those ratios.
+        peak_bytes: most memory that it held at a time, beyond what was there before.
+        flops_per_second: by the median.
+        share_of_peak: of what a large product of matrices reaches in the same rounds and dtype.
+    """
+
+    name: str
+    seconds: float
+    fastest: float
+    ratio: float
+    lowest: float
+    highest: float
+    peak_bytes: int
+    flops_per_second: float
+    share_of_peak: float
+
+
+def measure(works: dict[str, Work], rounds: int, device: torch.device, what: str) -> list[Row]:
+    """Times all works, and one large product of matrices for each of their dtypes, in turn, `rounds` times."""
+    clock = clock_of(device)[0]
+    peaks = {f"matmul {dtype}": _matmul(dtype, device) for dtype in sorted({work.dtype for work in works.values()})}
+    everything = works | peaks
+    counts = {name: _repeats(work.run, clock) for name, work in everything.items()}
+
+    def repeated(name: str) -> Callable[[], object]:
+        return lambda: [everything[name].run() for _ in range(counts[name])] and None
+
+    times = interleaved({name: repeated(name) for name in everything}, rounds, what, clock)
+    times = {name: [second / counts[name] for second in seconds] for name, seconds in times.items()}
+    best = {name: work.flops / min(times[name]) for name, work in peaks.items()}
+    base = next(iter(works))
+    rows = []
+    for name, work in works.items():
+        ratios = [mine / theirs for mine, theirs in zip(times[name], times[base], strict=True)]
+        seconds = statistics.median(times[name])
+        rows.append(
+            Row(
+                name,
+                seconds,
+                min(times[name]),
+                statistics.median(ratios),
+                min(ratios),
+                max(ratios),
+                peak_allocation(work.run, device),
+                work.flops / seconds,
+                work.flops / seconds / best[f"matmul {work.dtype}"],
+            )
+        )
+    return rows
+
+
+def clock_of(device: torch.device) -> tuple[Callable[[], float], str]:
+    """A clock for work on a device, and what it counts.
+
+    With one thread it is the processor time of this process, which others on the machine disturb less.
+    """
+    if device.type != "cpu":
+
+        def synchronised() -> float:
+            torch.accelerator.synchronize()
+            return time.perf_counter()
+
+        return synchronised, "wall time, synchronised"
+    return (time.process_time, "CPU time") if torch.get_num_threads() == 1 else (time.perf_counter, "wall time")
+
+
+def _matmul(dtype: str, device: torch.device) -> Work:
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+    return Work(lambda: F.linear(a, b), 2 * size**3, dtype)
+
+
+def _repeats(run: Callable[[], object], clock: Callable[[], float]) -> int:
+    run()
+    started = clock()
+    run()
+    return max(1, math.ceil(SHORTEST / max(clock() - started, 1e-6)))
+
+
+def peak_allocation(run: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that tensors and kernels hold at a time while `run` runs, beyond what was there before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
 
 
 def peak_memory() -> float:
@@ -46,3 +188,34 @@ def report(result: dict[str, Any], json: Path | None) -> None:
         print(f"{key:48} {value:,.3f}" if isinstance(value, float) else f"{key:48} {value}")
     if json:
         write_json(json, result)
+
+
+def report_rows(result: dict[str, Any], tables: dict[str, list[Row]], json: Path | None) -> None:
+    """Prints `result`, then a Markdown table for each list of rows; writes all of it as JSON if asked."""
+    report(result, None)
+    for title, rows in tables.items():
+        header = [title, "ms", "fastest", "ratio", "lowest to highest", "peak MB", "GFLOP/s", "of matmul"]
+        print(f"\n{markdown_table(header, map(_cells, rows))}")
+    if json:
+        write_json(json, result | {title: [asdict(row) for row in rows] for title, rows in tables.items()})
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.name,
+        f"{1000 * row.seconds:.4g}",
+        f"{1000 * row.fastest:.4g}",
+        f"{row.ratio:.3f}",
+        f"{row.lowest:.3f} to {row.highest:.3f}",
+        f"{row.peak_bytes / 1e6:.1f}",
+        f"{row.flops_per_second / 1e9:.4g}",
+        f"{row.share_of_peak:.0%}",
+    ]
+
+
+def markdown_table(header: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table whose columns are padded, so that it can be read in a terminal too."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    padded = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])

@@ -1,0 +1,140 @@
+"""A whole training step and its parts, against the official code's."""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from vcagen.benchmark.attention import precision
+from vcagen.benchmark.measure import Work, clock_of, interleaved, machine, measure, report_rows
+from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer
+from vcagen.benchmark.official import import_official, official_model
+from vcagen.config import TrainConfig
+from vcagen.devices import usable_device
+from vcagen.files import require_file_name
+from vcagen.guidance import drop_labels
+from vcagen.models.transformer import DiffusionTransformer
+from vcagen.objectives import DiffusionConfig, FlowConfig, build_objective
+from vcagen.optimizer import build_optimizer
+from vcagen.training import training_generator
+
+
+class OurStep:
+    """One update as `vcagen.training` does it, in parts that can be timed, on latents that are there already."""
+
+    def __init__(self, model: DiffusionTransformer, variant: str, dtype: str, latents: torch.Tensor) -> None:
+        config = TrainConfig()
+        self.model, self.dtype, self.latents = model.train(), dtype, latents
+        self.labels = torch.arange(len(latents), device=latents.device)
+        self.objective = build_objective(DiffusionConfig() if variant.startswith("DiT") else FlowConfig())
+        self.optimizer = build_optimizer(model, config)
+        self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
+        self.ema.n_averaged.fill_(1)
+        self.number = 0
+
+    def passes(self) -> None:
+        """Forward and backward."""
+        self.number += 1
+        generators = [training_generator(0, self.number, row) for row in range(len(self.latents))]
+        labels = drop_labels(self.labels, 0.1, self.model.null_label, generators)
+        with precision(self.dtype, self.latents.device):
+            loss = self.objective.loss(self.model, self.latents, labels, generators).loss.mean()
+        loss.backward()
+
+    def optimise(self) -> None:
+        """The gradient's norm and AdamW."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf"))
+        self.optimizer.step()
+
+    def average(self) -> None:
+        """The moving average of the weights."""
+        self.ema.update_parameters(self.model)
+
+    def step(self) -> None:
+        """All of it."""
+        self.passes()
+        self.optimise()
+        self.optimizer.zero_grad()
+        self.average()
+
+
+def _official_step(
+    checkout: Path, variant: str, weights: dict[str, torch.Tensor], latents: torch.Tensor
+) -> Callable[[], None]:
+    """One update by the official model, loss, optimiser settings and a loop over the averaged weights."""
+    model = official_model(checkout, variant, weights, latents.device).train()
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
+    labels = torch.arange(len(latents), device=latents.device)
+    if variant.startswith("DiT"):
+        diffusion = import_official(checkout, "diffusion").create_diffusion(timestep_respacing="")
+
+        def losses() -> Any:
+            timesteps = torch.randint(diffusion.num_timesteps, (len(latents),), device=latents.device)
+            return diffusion.training_losses(model, latents, timesteps, {"y": labels})
+    else:
+        transport = import_official(checkout, "transport").create_transport()
+
+        def losses() -> Any:
+            return transport.training_losses(model, latents, {"y": labels})
+
+    pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses()["loss"].mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in pairs:
+                mean.mul_(0.9999).add_(parameter, alpha=1 - 0.9999)
+
+    return step
+
+
+def benchmark_training(arguments: argparse.Namespace) -> None:
+    """Measures, prints a table and writes JSON if asked. See `python -m vcagen.benchmark train --help`."""
+    if arguments.json:
+        require_file_name(arguments.json)
+    device, variant, batch = usable_device(arguments.device), arguments.variant, arguments.batch
+    latents = torch.randn(batch, 4, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    works: dict[str, Work] = {}
+    if arguments.official:
+        weights = noisy_transformer(variant, "mhsa", device).state_dict()
+        flops = 3 * batch * forward_flops(variant, "mhsa")
+        works["official, fp32"] = Work(_official_step(arguments.official, variant, weights, latents), flops, "fp32")
+    steps = {name: (step, flops) for name, step, flops in _our_steps(arguments, latents)}
+    works |= {name: Work(step.step, flops, step.dtype) for name, (step, flops) in steps.items()}
+    title = f"{variant}, training step"
+    rows = measure(works, arguments.rounds, device, title)
+    result: dict[str, Any] = {"machine": machine(device), "clock": clock_of(device)[1], "batch": batch}
+    name, (step, _) = next(iter(steps.items()))
+    parts = {"passes": step.passes, "optimiser": step.optimise, "EMA": step.average}
+    times = interleaved(parts, arguments.rounds, "parts of a step", clock_of(device)[0])
+    medians = {part: sorted(seconds)[len(seconds) // 2] for part, seconds in times.items()}
+    for part, seconds in medians.items():
+        result[f"share of a step, {name}: {part}, %"] = 100 * seconds / sum(medians.values())
+    report_rows(result, {title: rows}, arguments.json)
+
+
+def _our_steps(arguments: argparse.Namespace, latents: torch.Tensor) -> Iterator[tuple[str, OurStep, int]]:
+    """Name, step and floating-point operations of every form that is measured."""
+    variant = arguments.variant
+
+    def form(attention: str, dtype: str) -> OurStep:
+        return OurStep(noisy_transformer(variant, attention, latents.device), variant, dtype, latents)
+
+    for attention in ATTENTIONS:
+        flops = 3 * len(latents) * forward_flops(variant, attention)
+        for dtype in arguments.dtype:
+            yield f"{attention}, {dtype}", form(attention, dtype), flops
+            if arguments.compile:
+                compiled = form(attention, dtype)
+                compiled.model.compile_repeated_blocks()
+                yield f"{attention}, {dtype}, compiled", compiled, flops
+        checkpointed = form(attention, arguments.dtype[0])
+        checkpointed.model.enable_gradient_checkpointing()
+        yield f"{attention}, {arguments.dtype[0]}, gradient checkpointing", checkpointed, flops
