@@ -104,7 +104,12 @@ class FolderImages:
                 self.about,
                 labels=np.array([sample["label"] for sample in record["samples"]]),
                 class_names=record["class_names"],
-                sampling={**record["protocol"], "seed": record["samples"][0]["seed"]},
+                sampling={
+                    **record["protocol"],
+                    "seed": record["samples"][0]["seed"],
+                    "label_mode": record.get("label_mode"),
+                },
+                by_class=record.get("label_mode") is None,  # labels that were drawn are in no order
             )
         for path in self.paths if crop is None else ():  # by the headers, before anything is decoded
             self._require_size(path, self._size(path))

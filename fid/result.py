@@ -104,7 +104,11 @@ def describe(result: dict[str, Any], out: Path) -> str:
         lines.append(f"  two halves of the reference are {result['reference_halves_distance']:.2f} apart")
     if result["own_label_accuracy"] is not None:
         lines.append(f"  {result['own_label_accuracy']:.1%} of the images are read as the digit they were asked to be")
-    lines += [f"  note: {note}" for note in result["reference"]["notes"]]
+    reference, extractor = result["reference"], result["extractor"]
+    images = "" if reference["num_images"] is None else f" of {reference['num_images']} images"
+    lines.append(f"  against {reference['reference']}: statistics{images}, {reference['statistics']}")
+    lines.append(f"  by {extractor['name']}, weights {extractor['weights_sha256'][:8]}, resize: {extractor['resize']}")
+    lines += [f"  note: {note}" for note in reference["notes"]]
     lines += [f"  warning: {warning}" for warning in result["warnings"]]
     kept = f"; images in {result['saved']}" if result["saved"] else ""
     lines.append(f"  {out}: the numbers with their whole protocol{kept}")

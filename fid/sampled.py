@@ -78,7 +78,7 @@ class SampledImages:
         height, width = self.about.size
         if self.save == "png":
             samples = [self._planned(index) for index in range(len(self.labels))]
-            prepare_samples(self.model, samples, self._png_folder)
+            prepare_samples(self.model, samples, self._png_folder, self.model.config.label_mode)
         elif self.save == "npz" and not self.is_saved():
             num_bytes = len(self.labels) * height * width * 3
             exists = self._rows_path.exists()

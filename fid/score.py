@@ -74,6 +74,8 @@ def score_command(arguments: argparse.Namespace) -> None:
     scored = _identity(images, reference, extractor)
     out = arguments.out or _free_name(default_out, scored)
     before = _result_before(out, scored)
+    if before and before["kid_subset_size"] != arguments.kid_subset_size:
+        before["scores"] = [score for score in before["scores"] if score["metric"] != "kid"]
     known = [score for score in before["scores"] if score["metric"] in metrics] if before else []
     unsaved = isinstance(images, SampledImages) and not images.is_saved()
     missing = tuple(metric for metric in metrics if unsaved or metric not in {score["metric"] for score in known})
@@ -132,6 +134,7 @@ def _score(
         "reference": describe_reference(reference, real),
         "extractor": describe_extractor(extractor),
         "run": describe_run(extractor, workspace.batch_size, process.num_processes),
+        "kid_subset_size": kid_subset_size,
         "saved": str(saved) if saved else None,
     }
 

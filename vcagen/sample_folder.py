@@ -11,6 +11,7 @@ from PIL import Image
 from vcagen.data.images import IMAGE_SUFFIXES
 from vcagen.files import require_writable, write_image, write_json
 from vcagen.generation import LoadedModel, PlannedSample
+from vcagen.sampling_config import LabelMode
 
 RECORD_NAME = "samples.json"
 
@@ -35,8 +36,16 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: not valid JSON ({error}); delete the folder and sample again") from error
 
 
-def prepare_samples(model: LoadedModel, samples: Sequence[PlannedSample], folder: Path) -> None:
+def prepare_samples(
+    model: LoadedModel, samples: Sequence[PlannedSample], folder: Path, label_mode: LabelMode | None = None
+) -> None:
     """Makes the folder ready for `write_samples`: a new one, or one that holds a part of the same samples.
+
+    Args:
+        model: to sample.
+        samples: all of them.
+        folder: for the images and their record.
+        label_mode: how the labels were drawn, for the record; None where somebody chose them.
 
     Raises:
         ValueError: it cannot be written, or holds samples of another plan or protocol.
@@ -45,6 +54,7 @@ def prepare_samples(model: LoadedModel, samples: Sequence[PlannedSample], folder
     record = {
         "protocol": model.protocol,
         "class_names": list(model.class_names),
+        "label_mode": label_mode,
         "samples": [sample.model_dump() for sample in samples],
     }
     before = read_record(folder)

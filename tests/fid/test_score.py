@@ -134,6 +134,7 @@ def test_sampled_images_are_kept_as_png_or_npz_and_score_the_same(
     for other in (png, npz, *again):
         assert other["scores"][0]["value"] == pytest.approx(dropped["scores"][0]["value"], rel=1e-9)
         assert other["generated"]["pixels_sha256"] == dropped["generated"]["pixels_sha256"]
+    assert again[0]["generated"]["sampling"] == dropped["generated"]["sampling"]
     assert Path(npz["saved"]).name == "samples_21x8x8x3.npz"
     with np.load(npz["saved"]) as content:
         assert content["arr_0"].shape == (21, 8, 8, 3)
@@ -169,7 +170,7 @@ def test_a_sample_folder_is_scored_by_its_own_record(
 def test_a_run_that_does_not_fit_the_reference_is_not_sampled(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny_config(tmp_path / "run", *FOLDER, f"data.root={tree}"))
+    train(tiny_config(tmp_path / "run", *FOLDER, f"data.root={tree}", "data.image_size=24"))
     assert score(tmp_path / "run", "--reference", "digits", monkeypatch=monkeypatch) == 1
     assert "sizes must agree" in capsys.readouterr().err
     assert not (tmp_path / "run/scores").exists()
@@ -216,7 +217,7 @@ def test_folders_that_cannot_be_scored(
     folder = tmp_path / case
     if case != "missing":
         folder.mkdir()
-    sizes = {"odd size": [8, 8, 9], "other size": [16, 16, 16], "corrupt": [8, 8, 8]}.get(case, [])
+    sizes = {"odd size": [8, 8, 9], "other size": [9, 9, 9], "corrupt": [8, 8, 8]}.get(case, [])
     for name, size in zip("abc", sizes, strict=False):
         Image.new("L", (size, size)).save(folder / f"{name}.png")
     if case == "corrupt":
