@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vcagen.attention import AttentionConfig, build_attention
@@ -41,7 +42,7 @@ def timestep_embedding(timesteps: torch.Tensor, dim: int, frequency_shift: int =
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """X (B, N, C) times 1 + scale plus shift, (B, C) each."""
-    return x * (1 + scale[:, None]) + shift[:, None]
+    return torch.addcmul(shift[:, None], x, 1 + scale[:, None])
 
 
 class PatchEmbed(nn.Module):
@@ -53,7 +54,12 @@ class PatchEmbed(nn.Module):
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return self.proj(latents).flatten(2).transpose(1, 2)
+        # The convolution as a linear layer of patches: the tokens come out contiguous, where the convolution's would
+        # be a transposed view whose layout every layer after it would inherit, and pay for.
+        size = self.proj.kernel_size[0]
+        patches = latents.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, C_in, h, p, w, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, C_in * p * p)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TimestepEmbedder(nn.Module):
@@ -86,18 +92,37 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(labels)
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh approximation, which published weights depend on."""
+    # Compilers make fast code of a sigmoid on a CPU, and none of a tanh; torch's own kernel is the better eager one.
+    return sigmoid_gelu(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
+
+
+def sigmoid_gelu(x: torch.Tensor) -> torch.Tensor:
+    """The same function: (1 + tanh u) / 2 = sigmoid 2u, with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    return x * torch.sigmoid(x * (factor + factor * 0.044715 * x * x))
+
+
 class Mlp(nn.Module):
     """Two linear layers with tanh-approximated GELU between: (B, N, C) to (B, N, C)."""
 
     def __init__(self, hidden_size: int, mlp_ratio: float) -> None:
         super().__init__()
         self.fc1 = nn.Linear(hidden_size, int(hidden_size * mlp_ratio))
-        self.act = nn.GELU(approximate="tanh")
         self.fc2 = nn.Linear(int(hidden_size * mlp_ratio), hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return self.fc2(self.act(self.fc1(x)))
+        return self.fc2(gelu(self.fc1(x)))
+
+
+def modulation(hidden_size: int, count: int) -> nn.Sequential:
+    """The linear layer that makes `count` vectors (B, C) of a condition (B, C) whose SiLU is taken already.
+
+    It keeps its official name, the second of a sequence; the SiLU is the same for all layers and is taken once.
+    """
+    return nn.Sequential(nn.Identity(), nn.Linear(hidden_size, count * hidden_size))
 
 
 class TransformerBlock(nn.Module):
@@ -118,24 +143,24 @@ class TransformerBlock(nn.Module):
         self.attn = build_attention(attention, hidden_size, num_heads, grid_size, layer_index)
         self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=mlp_norm_eps)
         self.mlp = Mlp(hidden_size, mlp_ratio)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+        self.adaLN_modulation = modulation(hidden_size, 6)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Maps tokens (B, N, C) under a condition (B, C) to (B, N, C)."""
-        modulation = self.adaLN_modulation(condition).chunk(6, dim=1)  # 6 x (B, C)
-        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = x + gate_attn[:, None] * self.attn(modulate(self.norm1(x), shift_attn, scale_attn))
-        return x + gate_mlp[:, None] * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        """Maps tokens (B, N, C) under the SiLU of a condition (B, C) to (B, N, C)."""
+        vectors = self.adaLN_modulation(condition).chunk(6, dim=1)  # 6 x (B, C)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = vectors
+        x = torch.addcmul(x, gate_attn[:, None], self.attn(modulate(self.norm1(x), shift_attn, scale_attn)))
+        return torch.addcmul(x, gate_mlp[:, None], self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
 
 class FinalLayer(nn.Module):
-    """Tokens (B, N, C) under a condition (B, C) to patches (B, N, p * p * C_out)."""
+    """Tokens (B, N, C) under the SiLU of a condition (B, C) to patches (B, N, p * p * C_out)."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
         self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+        self.adaLN_modulation = modulation(hidden_size, 2)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         """See the class."""

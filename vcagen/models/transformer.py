@@ -1,6 +1,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
@@ -135,7 +136,7 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
                 f"latents are {tuple(latents.shape[1:])}, but this model was built for {expected} (C, H, W)"
             )
         x = self.x_embedder(latents) + self.pos_embed  # (B, N, C)
-        condition = self.t_embedder(timesteps) + self.y_embedder(labels)  # (B, C)
+        condition = F.silu(self.t_embedder(timesteps) + self.y_embedder(labels))  # (B, C)
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x = self._gradient_checkpointing_func(block, x, condition)
