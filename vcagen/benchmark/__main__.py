@@ -73,7 +73,11 @@ def main() -> int:
             benchmark_data(arguments)
         elif arguments.command == "fid":
             # Evaluation is the room above this one: it is started, not imported.
-            subprocess.run([sys.executable, "-m", "fid.benchmark", *sys.argv[2:]], check=True)
+            names = ("num_images", "rounds", "dimension", "json")
+            given = [(name, getattr(arguments, name)) for name in names if getattr(arguments, name) is not None]
+            options = [text for name, value in given for text in (f"--{name.replace('_', '-')}", str(value))]
+            options += ["--memory"] if arguments.memory else []
+            sys.exit(subprocess.run([sys.executable, "-m", "fid.benchmark", *options], check=False).returncode)
         elif arguments.command == "cost":
             from vcagen.benchmark.cost import benchmark_cost
 
