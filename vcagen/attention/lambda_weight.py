@@ -45,6 +45,7 @@ class ScaledRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps (..., size) to (..., size) in the same dtype."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(dtype)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        # By the vector norm: one pass over x each way, where squares and their mean write and keep a copy of it.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        normed = x * torch.rsqrt(length.square() / x.shape[-1] + self.eps)  # in `dtype`, as `length` is
         return (normed * (self.weight.to(dtype) * self.scale)).to(x.dtype)

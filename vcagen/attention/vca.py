@@ -107,9 +107,9 @@ class VCA(nn.Module):
         """Maps tokens (B, N, C) to (B, N, C)."""
         tokens = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)  # 3 x (B, N, C)
         q, k, v = (self._split_heads(t) for t in tokens)  # (B, heads, N, d)
-        streams = self._contrast_streams(tokens[0])  # [t+, t-], (B, heads, n, d) each
-        contrast_values = self._global_contrast(streams, k, v)  # (B, heads, n, d)
-        out = self._patch_contrast(q, streams, contrast_values)  # (B, heads, N, d)
+        contrast_tokens = self._contrast_tokens(tokens[0])  # [t+; t-], (B, heads, 2n, d)
+        contrast_values = self._global_contrast(contrast_tokens, k, v)  # (B, heads, n, d)
+        out = self._patch_contrast(q, contrast_tokens, contrast_values)  # (B, heads, N, d)
         out = out.transpose(1, 2).flatten(2)  # (B, N, C)
         if self.value_conv is not None:
             out = out + self.value_conv(tokens[2])
@@ -124,14 +124,15 @@ class VCA(nn.Module):
         """
         tokens = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)  # 3 x (B, N, C)
         q, k = self._split_heads(tokens[0]), self._split_heads(tokens[1])  # (B, heads, N, d)
-        streams = self._contrast_streams(tokens[0])
+        contrast_tokens = self._contrast_tokens(tokens[0])
+        streams = self._streams(contrast_tokens)
         stage1 = AttentionMaps(softmax_map(streams[0], k))
         if self.lambda1 is not None:
             stage1 = AttentionMaps(stage1.positive, softmax_map(streams[1], k), self.lambda1())
         stage2 = AttentionMaps(softmax_map(q, streams[0]))
         if self.lambda2 is not None:
             if self.config.stage2_softmax == "joint":
-                positive, negative = softmax_map(q, torch.cat(streams, dim=2)).chunk(2, dim=-1)
+                positive, negative = softmax_map(q, contrast_tokens).chunk(2, dim=-1)
             else:
                 positive, negative = stage2.positive, softmax_map(q, streams[1])
             stage2 = AttentionMaps(positive, negative, self.lambda2())
@@ -143,11 +144,19 @@ class VCA(nn.Module):
 
     def _pool(self, queries: torch.Tensor) -> torch.Tensor:
         """Average-pools queries (B, N, C) on their grid to (B, n, C), by the window rule of adaptive pooling."""
+        (height, width), (rows, columns) = self.grid_size, self.contrast_grid
+        if height % rows == 0 and width % columns == 0:
+            # Windows of one size: a mean along each side, whose backward pass is an expansion.
+            pooled = queries.unflatten(1, (height, columns, -1)).mean(3)  # (B, H, w, C)
+            return pooled.unflatten(1, (rows, -1)).mean(2).flatten(1, 2)
         image = queries.unflatten(1, self.grid_size).permute(0, 3, 1, 2)  # (B, C, H, W), a channels-last view
         return F.adaptive_avg_pool2d(image, self.contrast_grid).flatten(2).transpose(1, 2)
 
-    def _contrast_streams(self, queries: torch.Tensor) -> list[torch.Tensor]:
-        """t+ = pool + e+ and t- = pool + e-, (B, heads, n, d) each; t+ alone when no stage is differential."""
+    def _contrast_tokens(self, queries: torch.Tensor) -> torch.Tensor:
+        """t+ = pool + e+ and t- = pool + e-, one after the other; t+ alone when no stage is differential.
+
+        Both stages share the one tensor (B, heads, 2n or n, d), a view of (B, 2n or n, C).
+        """
         contents: list[tuple[Stream, torch.Tensor | None]]
         contents = [(self.config.positive_stream, self.positive_embedding)]
         if self.has_negative_stream:
@@ -163,27 +172,32 @@ class VCA(nn.Module):
             assert pooled is not None
             return pooled if learned is None else pooled + learned
 
-        return [self._split_heads(content(*each)) for each in contents]
+        return self._split_heads(torch.cat([content(*each) for each in contents], dim=1))
 
-    def _global_contrast(self, streams: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _streams(self, contrast_tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[t+; t-] taken apart, (B, heads, n, d) each, views."""
+        return contrast_tokens.chunk(2 if self.has_negative_stream else 1, dim=2)
+
+    def _global_contrast(self, contrast_tokens: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stage I: v^ = (1 - lambda_init) RMSNorm(v+ - lambda1 v-), with v+- = softmax(t+- k^T / sqrt d) v."""
         if self.lambda1 is None:
-            return self.norm1(F.scaled_dot_product_attention(streams[0], k, v))
-        both = F.scaled_dot_product_attention(torch.cat(streams, dim=2), k, v)  # (B, heads, 2n, d)
+            return self.norm1(F.scaled_dot_product_attention(self._streams(contrast_tokens)[0], k, v))
+        both = F.scaled_dot_product_attention(contrast_tokens, k, v)  # (B, heads, 2n, d)
         positive, negative = both.unflatten(2, (2, -1)).unbind(2)
-        return self.norm1(positive - self.lambda1().to(v.dtype) * negative)
+        return self.norm1(torch.addcmul(positive, negative, -self.lambda1().to(v.dtype)))
 
     def _patch_contrast(
-        self, q: torch.Tensor, streams: list[torch.Tensor], contrast_values: torch.Tensor
+        self, q: torch.Tensor, contrast_tokens: torch.Tensor, contrast_values: torch.Tensor
     ) -> torch.Tensor:
         """Stage II: o = (1 - lambda_init) RMSNorm((A+ - lambda2 A-) v^), each query against t+ and t-."""
         if self.lambda2 is None:
-            return self.norm2(F.scaled_dot_product_attention(q, streams[0], contrast_values))
-        weight = self.lambda2().to(q.dtype)
+            return self.norm2(F.scaled_dot_product_attention(q, self._streams(contrast_tokens)[0], contrast_values))
+        weight = -self.lambda2().to(q.dtype)
         if self.config.stage2_softmax == "joint":
             # [A+, A-] is one softmax over 2n keys, so (A+ - lambda2 A-) v^ = [A+, A-] [v^; -lambda2 v^].
-            values = torch.cat([contrast_values, -weight * contrast_values], dim=2)
-            return self.norm2(F.scaled_dot_product_attention(q, torch.cat(streams, dim=2), values))
-        positive = F.scaled_dot_product_attention(q, streams[0], contrast_values)
-        negative = F.scaled_dot_product_attention(q, streams[1], contrast_values)
-        return self.norm2(positive - weight * negative)
+            values = torch.cat([contrast_values, weight * contrast_values], dim=2)
+            return self.norm2(F.scaled_dot_product_attention(q, contrast_tokens, values))
+        positive, negative = (
+            F.scaled_dot_product_attention(q, stream, contrast_values) for stream in self._streams(contrast_tokens)
+        )
+        return self.norm2(torch.addcmul(positive, negative, weight))
