@@ -109,3 +109,23 @@ def test_fast_forms_agree_with_plain_ones_under_autocast(attention: str, monkeyp
         plain = model(*inputs)
     assert relative_error(fast.float(), exact) < 0.03
     assert relative_error(fast.float(), exact) < 1.5 * relative_error(plain.float(), exact)
+
+
+@pytest.mark.parametrize("attention", ["mhsa", "vca", "differential"])
+def test_compiled_blocks_share_their_graphs_and_agree(attention: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, compiled = (tiny_model(depth=4, attention={"name": attention}) for _ in range(2))
+    compiled.compile_repeated_blocks(backend="eager")  # traced, not compiled: that takes minutes
+    inputs = (torch.randn(2, 4, 8, 8), torch.tensor([3, 900]), torch.tensor([1, 10]))
+    outputs = [each(*inputs) for each in (model, compiled)]
+    assert relative_error(outputs[1], outputs[0]) < 1e-5
+    gradients = [
+        torch.autograd.grad(output.square().sum(), [p for p in each.parameters() if p.requires_grad])
+        for each, output in zip((model, compiled), outputs, strict=True)
+    ]
+    for plain, other in zip(*gradients, strict=True):
+        assert relative_error(other, plain) < 1e-4
+    # One more where lambda_init, a number that differs from layer to layer, becomes an input of the graph.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if attention == "mhsa" else 2)
+    assert not torch._dynamo.utils.counters["graph_break"]
