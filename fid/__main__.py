@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
         "goes on where it stopped; torchrun -m fid score ... divides the work over processes.",
         epilog="example: python -m fid score runs/demo --reference digits --num-images 400 guidance.scale=1",
     )
-    score.add_argument("source", type=Path, help="run, checkpoint or pipeline folder; a folder or an npz of images")
+    score.add_argument("source", help="run, checkpoint or pipeline folder; a folder or an npz of images")
     score.add_argument(
         "--reference", required=True, help="npz, pkl or pt of statistics, a folder of real images, or `digits`"
     )

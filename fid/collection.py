@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from fid.features import NUM_LOGITS, SPATIAL_DIMENSION, Extractor
+from fid.features import NUM_LOGITS, SPATIAL_DIMENSION, Extractor, Features
 from fid.images import Images, split_positions
 from fid.inception_score import InceptionScoreSums
 from fid.moments import FeatureMoments
@@ -211,15 +211,18 @@ class Collection:
                 os.fsync(kept.fileno())  # before the part that says they are there
                 part.save(path)
 
-            saver = _Saver(save)
+            saver, is_whole = _Saver(save), True
             try:
                 for indices, images in self._read(batches):
-                    self._add(part, kept, indices, images)
+                    features = self._features(indices, images)
+                    is_whole = False  # a stop in the middle of adding leaves sums of nobody knows which images
+                    self._add(part, kept, indices, images, features)
+                    is_whole = True
                     bar.update(len(indices))
                     if saver.saved_now() and estimate is not None and process.is_main_process:
                         bar.set_postfix_str(estimate(part))
             finally:
-                if part.done.any():
+                if is_whole and part.done.any():
                     save()
         process.wait_for_everyone()
 
@@ -230,7 +233,7 @@ class Collection:
         assert sum(half.n for half in whole.halves) == self.images.about.num_images
         return Collected(self.images.about.num_images, whole, self._all_features() if self.wanted.features else None)
 
-    def _add(self, part: Part, kept: IO[bytes], indices: list[int], images: NDArray[np.uint8]) -> None:
+    def _features(self, indices: list[int], images: NDArray[np.uint8]) -> Features:
         features = self.extractor(torch.from_numpy(images))
         finite = torch.isfinite(features.pooled).all(dim=1)
         if not finite.all():
@@ -239,6 +242,11 @@ class Collection:
                 f"{self.images.about.name}: the features of image {index} are NaN or inf; check the image and the "
                 f"weights of {self.extractor.name}"
             )
+        return features
+
+    def _add(
+        self, part: Part, kept: IO[bytes], indices: list[int], images: NDArray[np.uint8], features: Features
+    ) -> None:
         for parity, half in enumerate(part.halves):
             half.update(features.pooled[[row for row, index in enumerate(indices) if index % 2 == parity]])
         if part.spatial is not None:
@@ -306,7 +314,11 @@ class Collection:
                 records = np.memmap(file, self._record, "r", shape=(count,))
                 features[records["index"]] = records["features"]
                 found[records["index"]] = True
-        assert found.all(), f"{self.folder}: features of {int((~found).sum())} images are missing"
+        if not found.all():
+            raise ValueError(
+                f"{self.folder}: the features of {int((~found).sum())} images are gone; delete the folder, and its "
+                "images are taken again"
+            )
         return features
 
     def _empty(self) -> Part:

@@ -37,7 +37,7 @@ def golden_command(arguments: argparse.Namespace) -> None:
     )
     score_command(
         argparse.Namespace(
-            source=arguments.samples,
+            source=str(arguments.samples),
             reference=str(arguments.reference),
             metrics="fid,sfid,is,pr",
             extractor_weights=arguments.extractor_weights,

@@ -193,7 +193,14 @@ class DatasetImages:
     def identity(self) -> dict[str, Any]:
         """Labels, keys and sizes of its records."""
         lines = "\n".join(f"{label} {key} {size}" for label, key, size in self.source.records)
-        return {"source": self.where, "crop": self.crop, "records_sha256": hashlib.sha256(lines.encode()).hexdigest()}
+        path = Path(self.where)
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        return {
+            "source": self.where,
+            "crop": self.crop,
+            "records_sha256": hashlib.sha256(lines.encode()).hexdigest(),
+            "modified": max((file.stat().st_mtime_ns for file in files), default=0),
+        }
 
     def _image(self, index: int) -> NDArray[np.uint8]:
         image = decode_bytes(self.source.read(index), self.source.records[index].key)
@@ -274,7 +281,13 @@ def open_images(source: str, crop: int | None, check: bool = True) -> Images:
     path = Path(source)
     if crop is not None and crop < 1:
         raise ValueError(f"--crop {crop}: must be at least 1")
+    if not source:
+        raise ValueError("an empty name: give a folder, a file or digits")
     if source == DIGITS_REFERENCE:
+        if path.exists():
+            raise ValueError(
+                f"{source} is a folder here and the embedded data set too; write ./{source} for the folder"
+            )
         return DigitsImages(16 if crop == 16 else 8)
     if path.suffix == ".npz":
         return NpzImages(path)

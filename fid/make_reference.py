@@ -25,6 +25,8 @@ def reference_command(arguments: argparse.Namespace) -> None:
     out, keep = arguments.out, arguments.keep_images
     if out.suffix != ".npz":
         raise ValueError(f"--out {out}: a reference is an npz; give a name that ends in .npz")
+    if out.is_file() and not _is_reference(out):
+        raise ValueError(f"--out {out}: holds something else than a reference; choose another name")
     if arguments.batch_size < 1 or keep < 0:
         raise ValueError("--batch-size must be at least 1 and --keep-images at least 0")
     device = usable_device(arguments.device)
@@ -77,6 +79,14 @@ def reference_command(arguments: argparse.Namespace) -> None:
         print(f"  two halves of them are {halves:.4g} apart")
     if pooled.n <= extractor.dimension:
         print(f"  warning: {pooled.n} images for {extractor.dimension} features give a rank-deficient covariance")
+
+
+def _is_reference(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return "meta.npy" in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _add_images(npz: Path, images: Images, keep: int, batch_size: int) -> None:

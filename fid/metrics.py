@@ -11,7 +11,7 @@ from fid.collection import Collected, Part, Wanted
 from fid.features import CLIP, DIGITS, DINO, INCEPTION, NUM_LOGITS, SPATIAL_DIMENSION, Extractor
 from fid.frechet import frechet_distance
 from fid.inception_score import SPLIT_SIZE
-from fid.kernel_distance import SUBSETS, kernel_distance, require_subset_size
+from fid.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance, require_subset_size
 from fid.moments import FeatureMoments
 from fid.precision_recall import NEIGHBOURS, precision_recall
 from fid.reference import Gaussian, Reference
@@ -161,8 +161,14 @@ def compute(
     if "kid" in metrics:
         kid = kernel_distance(own, features, subset_size)
         note = f"lower is better, 0 is equal; +- {kid.std:.2g} over {SUBSETS} subsets of {subset_size}"
-        scores.append(Score("kid", f"KID{suffix}-{n}", kid.mean, note))
+        scores.append(Score("kid", kid_name(extractor.name, generated.num_images, subset_size), kid.mean, note))
     return scores
+
+
+def kid_name(extractor: str, num_images: int, subset_size: int) -> str:
+    """KID's name; subsets of another size than the usual 1,000 make it another metric."""
+    subsets = "" if subset_size == SUBSET_SIZE else f" (subsets of {subset_size})"
+    return f"KID{OTHER_SUFFIXES[extractor]}-{count(num_images)}{subsets}"
 
 
 def reliability_warnings(metrics: tuple[Metric, ...], n: int, what: str, extractor: Extractor) -> list[str]:

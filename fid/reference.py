@@ -102,6 +102,8 @@ def open_reference(source: str, crop: int | None, form: Format | None = None, ch
         ValueError: nothing is there, it is none of these, or what it holds cannot be compared.
     """
     path = Path(source)
+    if not source:
+        raise ValueError("--reference is empty: give a folder of images, a statistics file, or digits")
     readers = {".npz": _read_npz, ".pkl": _read_edm2, ".pt": _read_torch_fidelity, ".pth": _read_torch_fidelity}
     reader = readers.get(path.suffix.lower())
     if reader is not None and path.is_file():
@@ -124,6 +126,8 @@ def _read_npz(path: Path, form: Format | None) -> Reference:
             keys = [key for key in ("mu", "sigma", "mu_s", "sigma_s", "n", "meta") if key in names]
             values = {key: content[key] for key in keys}
         meta = json.loads(str(values["meta"])) if "meta" in values else {}
+        if not isinstance(meta, dict) or not isinstance(meta.get("image_size", []), list):
+            raise ValueError("its meta is not as `python -m fid reference` writes it")
         n = int(values["n"]) if "n" in values else None
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"{path}: not a readable npz ({' '.join(str(error).split())})") from error

@@ -39,6 +39,7 @@ class SampledImages:
         if num_images < 2:
             raise ValueError(f"--num-images {num_images}: a covariance needs at least 2 images")
         self.model, self.seed, self.folder, self.save = model, seed, folder, save
+        self.rows_path = folder / "samples.npy"
         labels = np.array(plan_labels(num_images, seed, len(model.class_names), model.config.label_mode))
         self.about = About(
             name=str(model.checkpoint),
@@ -69,6 +70,10 @@ class SampledImages:
             "save": self.save,
         }
 
+    def keep_rows_in(self, folder: Path) -> None:
+        """Says where rows wait for their npz: with the parts that count them, so that neither outlives the other."""
+        self.rows_path = folder / "samples.npy"
+
     def prepare(self) -> None:
         """Makes the places where images are kept; by one process, before any `batch`.
 
@@ -81,10 +86,13 @@ class SampledImages:
             prepare_samples(self.model, samples, self._png_folder, self.model.config.label_mode)
         elif self.save == "npz" and not self.is_saved():
             num_bytes = len(self.labels) * height * width * 3
-            exists = self._rows_path.exists()
-            require_writable(self.folder, num_bytes * (1 if exists else 2))  # the rows, and the npz made of them
+            exists = self.rows_path.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            require_writable(
+                self.rows_path.parent, num_bytes * (1 if exists else 2)
+            )  # the rows, and the npz made of them
             if not exists:
-                with written_aside(self._rows_path) as aside:
+                with written_aside(self.rows_path) as aside:
                     np.lib.format.open_memmap(aside, "w+", np.uint8, (len(self.labels), height, width, 3)).flush()
 
     def is_saved(self) -> bool:
@@ -95,14 +103,18 @@ class SampledImages:
 
     def finish(self) -> Path | None:
         """Where the images are kept; an npz is put together now, by one process, after all batches."""
+        if self.save == "png":  # some may have been taken away since they were counted
+            for index in range(len(self.labels)):
+                if not image_path(self._png_folder, index).exists():
+                    self.batch([index])
         if self.save == "npz" and not self.is_saved():
-            write_samples_npz(self._npz_path, self._rows_path, self.labels)
-            self._rows_path.unlink()
+            write_samples_npz(self._npz_path, self.rows_path, self.labels)
+            self.rows_path.unlink()
         return {None: None, "png": self._png_folder, "npz": self._npz_path}[self.save]
 
     def _write_rows(self, indices: Sequence[int], images: NDArray[np.uint8]) -> None:
         # Plain writes, not a shared map: processes on two machines may write rows of one page.
-        with self._rows_path.open("r+b") as file:
+        with self.rows_path.open("r+b") as file:
             end = file.seek(0, os.SEEK_END)
             for index, image in zip(indices, images, strict=True):
                 file.seek(end - (len(self.labels) - index) * image.nbytes)
@@ -119,10 +131,6 @@ class SampledImages:
     @property
     def _png_folder(self) -> Path:
         return self.folder / "images"
-
-    @property
-    def _rows_path(self) -> Path:
-        return self.folder / "samples.npy"
 
 
 def three_channels(images: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -23,6 +23,7 @@ from fid.metrics import (
     distance,
     gaussian,
     halves_distance,
+    kid_name,
     require_enough,
     wanted_of_generated,
     wanted_of_reference,
@@ -52,11 +53,13 @@ def score_command(arguments: argparse.Namespace) -> None:
     """Scores, prints the numbers and writes the result JSON. See `python -m fid score --help`."""
     if arguments.batch_size < 1:
         raise ValueError(f"--batch-size {arguments.batch_size}: must be at least 1")
+    if arguments.crop is not None and arguments.crop < 1:
+        raise ValueError(f"--crop {arguments.crop}: must be at least 1")
     device = usable_device(arguments.device)
     process = PartialState(cpu=device.type == "cpu")
     model = _load_if_model(arguments)
     check = process.is_main_process
-    images: Images = _sampled(model, arguments) if model else open_images(str(arguments.source), None, check)
+    images: Images = _sampled(model, arguments) if model else open_images(arguments.source, None, check)
     height, width = images.about.size
     # A model's reference is cropped as its training images were; folders are compared as they are.
     is_digits = arguments.reference == DIGITS_REFERENCE
@@ -66,7 +69,9 @@ def score_command(arguments: argparse.Namespace) -> None:
     require_comparable(images, reference, name)
     metrics = chosen_metrics(arguments.metrics, name, reference)
     require_enough(metrics, images.about.num_images, reference, arguments.kid_subset_size)
-    default_out = _default_out(arguments.source, images)
+    default_out = _default_out(Path(arguments.source), images)
+    if arguments.out:
+        _require_result_name(arguments.out)
     require_file_name(arguments.out or default_out)
     extractor = build_for_all(name, arguments.extractor_weights, device, process)
     require_same_weights(reference, extractor)
@@ -74,9 +79,8 @@ def score_command(arguments: argparse.Namespace) -> None:
     scored = _identity(images, reference, extractor)
     out = arguments.out or _free_name(default_out, scored)
     before = _result_before(out, scored)
-    if before and before["kid_subset_size"] != arguments.kid_subset_size:
-        before["scores"] = [score for score in before["scores"] if score["metric"] != "kid"]
-    known = [score for score in before["scores"] if score["metric"] in metrics] if before else []
+    kid = kid_name(extractor.name, images.about.num_images, arguments.kid_subset_size)
+    known = [score for score in before["scores"] if score["metric"] != "kid" or score["name"] == kid] if before else []
     unsaved = isinstance(images, SampledImages) and not images.is_saved()
     missing = tuple(metric for metric in metrics if unsaved or metric not in {score["metric"] for score in known})
     if process.is_main_process and model:
@@ -91,6 +95,7 @@ def score_command(arguments: argparse.Namespace) -> None:
         result = _score(missing, others, images, reference, workspace, arguments.kid_subset_size)
         if result is None:
             return
+        result["saved"] = result["saved"] or (before and before["saved"])
         write_json(out, {**result, "scored_sha256": scored})
         workspace.remove()
     print(describe(result, out))
@@ -111,13 +116,14 @@ def _score(
     if of_reference is not None:
         assert reference.images is not None
         real = workspace.collect(reference.images, of_reference, "reference")
-    estimate = None
+    estimate, wanted = None, wanted_of_generated(metrics)
     if isinstance(images, SampledImages):
+        images.keep_rows_in(workspace.folder_of(images, wanted, "generated"))
         if process.is_main_process:
             images.prepare()
             estimate = _running_estimate(reference.pooled or gaussian(_pooled(real)), extractor)
         process.wait_for_everyone()
-    generated = workspace.collect(images, wanted_of_generated(metrics), "generated", estimate)
+    generated = workspace.collect(images, wanted, "generated", estimate)
     if generated is None:
         return None
     computed = real if real is not None and reference.pooled is None else None
@@ -134,13 +140,12 @@ def _score(
         "reference": describe_reference(reference, real),
         "extractor": describe_extractor(extractor),
         "run": describe_run(extractor, workspace.batch_size, process.num_processes),
-        "kid_subset_size": kid_subset_size,
         "saved": str(saved) if saved else None,
     }
 
 
 def _load_if_model(arguments: argparse.Namespace) -> LoadedModel | None:
-    source: Path = arguments.source
+    source = Path(arguments.source)
     protocol = [f"protocol={arguments.protocol}"] if arguments.protocol else []
     if (source / "checkpoints").is_dir() or is_pipeline_folder(source):
         return load_model(source, arguments.weights or "ema", [*protocol, *arguments.overrides], arguments.device)
@@ -220,7 +225,7 @@ def _identity(images: Images, reference: Reference, extractor: Extractor) -> str
     """Of what is compared by what: scores of the same are put into one result."""
     scored = {key: value for key, value in images.identity().items() if key != "save"}
     real = reference.sha256 or (reference.images.identity() if reference.images else None)
-    facts = json.dumps([scored, real, extractor.name, extractor.weights_sha256], sort_keys=True)
+    facts = json.dumps([scored, real, reference.notes, extractor.name, extractor.weights_sha256], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
@@ -228,6 +233,19 @@ def _default_out(source: Path, images: Images) -> Path:
     if isinstance(images, SampledImages):
         return images.folder / "score.json"
     return source / "score.json" if source.is_dir() else source.with_suffix(".score.json")
+
+
+def _require_result_name(out: Path) -> None:
+    """A `ValueError` for a name under which something other than a result lies, or none can."""
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out}: a result is JSON; give a name that ends in .json")
+    if out.is_file():
+        try:
+            is_result = "scores" in json.loads(out.read_text())
+        except (ValueError, TypeError):
+            is_result = False
+        if not is_result:
+            raise ValueError(f"--out {out}: holds something else than a result; choose another name")
 
 
 def _free_name(out: Path, scored: str) -> Path:

@@ -40,6 +40,10 @@ class Workspace:
         with locked(self.folder, "another command is writing the same result; wait for it or choose another --out"):
             yield
 
+    def folder_of(self, images: Images, wanted: Wanted, what: str) -> Path:
+        """Where the parts of a set lie."""
+        return self.folder / f"{what}-{identity(images, self.extractor, wanted)}"
+
     def collect(
         self, images: Images, wanted: Wanted, what: str, estimate: Callable[[Part], str] | None = None
     ) -> Collected | None:
@@ -48,7 +52,7 @@ class Workspace:
         Returns:
             What the main process needs; None on the others.
         """
-        folder = self.folder / f"{what}-{identity(images, self.extractor, wanted)}"
+        folder = self.folder_of(images, wanted, what)
         collection = Collection(images, self.extractor, wanted, folder, f"{what} images")
         self.used.append(folder)
         if self.process.is_main_process:

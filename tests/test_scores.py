@@ -56,6 +56,15 @@ def test_a_resumed_run_goes_on_with_its_scores_and_may_change_how_it_scores(tmp_
     assert rows(tmp_path / "run")[:2] == before
 
 
+def test_scores_of_other_settings_do_not_join_the_curve(tmp_path: Path) -> None:
+    train_scored(tmp_path / "run", "train.max_steps=6")
+    with pytest.raises(ValueError, match=r"scores.jsonl: its scores were made with guidance.scale=1.5, now it is 3"):
+        train_scored(tmp_path / "run", "guidance.scale=3")
+    (tmp_path / "run/scores.jsonl").unlink()
+    train_scored(tmp_path / "run", "guidance.scale=3")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [8, 10]
+
+
 def test_two_processes_share_the_work_and_give_the_same_score(tmp_path: Path) -> None:
     result = run_train(tmp_path / "two", *SCORE, "score.every=6", processes=2)
     assert result.returncode == 0, result.stderr

@@ -78,6 +78,8 @@ class IdentityAutoencoder(nn.Module):
         """What identifies the encoder: there are no weights."""
         return hashlib.sha256(b"identity").hexdigest()
 
+    decoder_sha256 = encoder_sha256
+
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images uint8 (B, C, H, W) to moments (B, 2C, H, W), float32: mean, then standard deviation (here 0)."""
         mean = _to_range(images)
@@ -139,12 +141,11 @@ class KLAutoencoder(nn.Module):
 
     def encoder_sha256(self) -> str:
         """Hash of the encoder's weights, which alone decide the latents; sd-vae-ft-ema and -mse share theirs."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.vae.state_dict().items()):
-            if name.startswith(("encoder.", "quant_conv.")):
-                digest.update(f"{name} {list(tensor.shape)}".encode())
-                digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return _weights_sha256(self.vae, ("encoder.", "quant_conv."))
+
+    def decoder_sha256(self) -> str:
+        """Hash of the weights that make images of latents."""
+        return _weights_sha256(self.decoder, ("decoder.", "post_quant_conv."))
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
@@ -272,3 +273,12 @@ def _require_finite(tensors: torch.Tensor, what: str) -> None:
 def to_numpy(images: torch.Tensor) -> np.ndarray:
     """Images uint8 (B, C, H, W) on any device to (B, H, W, C) arrays."""
     return images.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _weights_sha256(vae: AutoencoderKL, prefixes: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(vae.state_dict().items()):
+        if name.startswith(prefixes):
+            digest.update(f"{name} {list(tensor.shape)}".encode())
+            digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

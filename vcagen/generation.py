@@ -212,6 +212,7 @@ class LoadedModel:
             "guidance": config.guidance.model_dump(mode="json"),
             "autoencoder": config.autoencoder.model_dump(mode="json"),
             "decoding": config.decoding.model_dump(mode="json"),
+            "decoder_sha256": self.maker.autoencoder.decoder_sha256(),
         }
 
     def describe(self) -> str:

@@ -5,6 +5,7 @@ restore but weights, optimiser moments and counters.
 """
 
 import contextlib
+import json
 import math
 import sys
 import time
@@ -25,18 +26,20 @@ from vcagen.config import RunConfig, dump_config
 from vcagen.curves import plot_losses
 from vcagen.data import LatentCache, TrainingData
 from vcagen.data.order import TrainingOrder
-from vcagen.files import write_grid
+from vcagen.files import write_grid, write_json
 from vcagen.generation import ImageMaker, plan_samples
 from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import learning_rate
 from vcagen.run import Run, prepare_run
+from vcagen.sampling_config import flat
 from vcagen.seeds import sample_generator
 from vcagen.sharding import is_sharded, whole, whole_model, whole_tensors
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
 
 SCORES_FILE = "scores.jsonl"
+SCORE_SETTINGS_FILE = "scores.json"  # what all its rows are made with
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -99,6 +102,7 @@ def train(config: RunConfig, scorer: Scorer | None = None) -> None:
             accelerator.print(f"{run.folder}: trained to step {first_step} already; train.max_steps is reached")
             return
         if scorer is not None:
+            _require_same_scoring(run)
             scorer.prepare(run)
         accelerator.init_trackers("vcagen", config={"config": dump_config(config)})
         stack.callback(accelerator.end_training)
@@ -305,6 +309,25 @@ def _preview(run: Run, step: int) -> None:
     model = whole_model(run.ema_model, keep=is_main)
     if is_main:
         _try(f"step {step}: no preview", lambda: _write_preview(run, model.to(run.accelerator.device), step))
+
+
+def _require_same_scoring(run: Run) -> None:
+    """Scores of other references or samplers are another curve; a `ValueError` that names what has changed."""
+    path = run.folder / SCORE_SETTINGS_FILE
+    sampling = run.config.model_dump(mode="json", include={"sampler", "guidance", "decoding", "label_mode"})
+    score = run.config.score.model_dump(mode="json", exclude={"every"}) if run.config.score else {}
+    now = json.loads(json.dumps(dict(flat({"score": score, **sampling}))))
+    before = json.loads(path.read_text()) if path.exists() and (run.folder / SCORES_FILE).exists() else now
+    changed = [key for key in sorted(now.keys() | before.keys()) if now.get(key) != before.get(key)]
+    if changed:
+        key = changed[0]
+        raise ValueError(
+            f"{run.folder / SCORES_FILE}: its scores were made with {key}={before.get(key)}, now it is {now.get(key)}; "
+            "put it back, or move the file away to begin another curve"
+        )
+    if run.accelerator.is_main_process:
+        write_json(path, now)
+    run.accelerator.wait_for_everyone()
 
 
 def _score(run: Run, step: int, scorer: Scorer, scores: MetricsFile) -> None:

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from fid.collection import Collection, Wanted
-from fid.experiment.plan import Experiment, PlannedRun, plan_runs, run_config
+from fid.experiment.plan import Experiment, PlannedRun, digest, plan_runs, run_config
 from fid.features import DIGITS, build_extractor
 from fid.metrics import halves_distance
 from fid.reference import open_reference
@@ -39,11 +39,14 @@ def measured(path: Path, experiment: Experiment, out: Path) -> dict[str, Any]:
         out: the report's folder.
     """
     file = out / "measured.json"
-    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"costs": {}}
-    rows = {family: experiment.rows_of(family) for family in experiment.families}
-    if {family: list(costs) for family, costs in known["costs"].items()} == rows:
-        return known
-    runs = plan_runs(experiment, experiment.seeds[:1])
+    runs = plan_runs(experiment, (0,))  # the seed changes nothing here
+    settings = digest([run_config(path, experiment, run, out) for run in runs])
+    try:
+        known: dict[str, Any] = json.loads(file.read_text())
+        if known["settings_sha256"] == settings:
+            return known
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # measured again
     costs = {}
     for family in experiment.families:
         ours = [run for run in runs if run.family == family]
@@ -52,7 +55,7 @@ def measured(path: Path, experiment: Experiment, out: Path) -> dict[str, Any]:
         family: _floor(run_config(path, experiment, next(run for run in runs if run.family == family), out))
         for family in experiment.families
     }
-    result = {"machine": machine(), "floors": floors, "costs": costs}
+    result = {"settings_sha256": settings, "machine": machine(), "floors": floors, "costs": costs}
     write_json(file, result)
     return result
 

@@ -1,5 +1,6 @@
 """What an experiment is: one base run, families and rows of overrides, seeds; and where each run's result lies."""
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def read_experiment(path: Path) -> Experiment:
     """
     try:
         experiment = Experiment(**yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError, TypeError) as error:
+    except (OSError, yaml.YAMLError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not an experiment ({' '.join(str(error).split())})") from error
     except ValidationError as error:
         first = error.errors()[0]
@@ -83,7 +84,14 @@ def read_experiment(path: Path) -> Experiment:
         lost = [control for control in experiment.controls if control not in rows]
         if lost:
             raise ValueError(f"{path}: only.{family} leaves out the control {lost[0]!r}")
-    for run in plan_runs(experiment, experiment.seeds[:1]):
+    if len(set(experiment.seeds)) < len(experiment.seeds):
+        raise ValueError(f"{path}: seeds: {', '.join(map(str, experiment.seeds))} has one twice")
+    planned = plan_runs(experiment, experiment.seeds[:1])
+    names = [run.name for run in planned]
+    for run in planned:
+        if names.count(run.name) > 1:
+            raise ValueError(f"{path}: row {run.row!r} of {run.family} would be called {run.name!r}, as another one")
+    for run in planned:
         config = run_config(path, experiment, run, Path("unused"))
         if config.score is None:
             raise ValueError(f"{path}: no score; add overrides score.reference=... and score.every=...")
@@ -107,8 +115,22 @@ def plan_runs(experiment: Experiment, seeds: tuple[int, ...]) -> list[PlannedRun
 
 
 def run_config(path: Path, experiment: Experiment, run: PlannedRun, runs: Path) -> RunConfig:
-    """The config of a run, which lies in a folder of its own below `runs`."""
-    return load_config(path.parent / experiment.base, [*run.overrides, f"run_dir={runs / run.name}"])
+    """The config of a run, which lies in a folder below `runs` that no run of other settings has.
+
+    Raises:
+        ValueError: its settings are wrong; the run is named.
+    """
+    try:
+        config = load_config(path.parent / experiment.base, [*run.overrides, "run_dir=unused"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {run.family}, {run.row}: {error}") from error
+    return config.model_copy(update={"run_dir": str(runs / f"{run.name}-{digest([config])[:8]}")})
+
+
+def digest(configs: list[RunConfig]) -> str:
+    """A hash of settings, of all that are not as they are by default."""
+    settings = [config.model_dump(mode="json", exclude={"run_dir"}, exclude_defaults=True) for config in configs]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def result_path(out: Path, run: PlannedRun) -> Path:
@@ -124,13 +146,18 @@ def read_result(path: Path, config: RunConfig) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    # Through the model, so that a setting which did not exist then has its default now.
-    before = RunConfig(**result["config"])
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        # Through the model, so that a setting which did not exist then has its default now.
+        before = RunConfig(**result["config"])
+        assert result["scores"]
+        assert result["losses"]
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(f"{path}: not a run's result; delete it, and the run is scored or trained again") from error
     if before.model_copy(update={"run_dir": config.run_dir}) != config:
         raise ValueError(f"{path}: the result of other settings; choose another --out, or delete it to train again")
     return result
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+    return re.sub(r"[^\w.]+", "-", text.lower()).strip("-")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -20,7 +21,7 @@ def train_all(path: Path, experiment: Experiment, planned: list[PlannedRun], out
     """Trains and scores what has no result yet, `jobs` runs at a time, each in a process of its own.
 
     Raises:
-        ValueError: a run failed; its last line is shown, and all others that have begun are finished first.
+        ValueError: a run failed; its last line is shown. Those that have begun are finished, no other is started.
     """
     missing = []
     for run in planned:
@@ -32,25 +33,47 @@ def train_all(path: Path, experiment: Experiment, planned: list[PlannedRun], out
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
 
-    def start(run: PlannedRun) -> tuple[PlannedRun, str | None]:
-        command = [sys.executable, "-m", "fid.experiment.train", str(path), run.name, str(out), str(runs)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        return run, None if done.returncode == 0 else (done.stderr.strip() or "no message").splitlines()[-1]
+    children: list[subprocess.Popen[str]] = []
+    stopped = threading.Event()
 
-    failures = []
+    def start(run: PlannedRun) -> str | None:
+        if stopped.is_set():
+            return None
+        command = [
+            sys.executable,
+            "-m",
+            "fid.experiment.train",
+            str(path),
+            run.name,
+            str(run.seed),
+            str(out),
+            str(runs),
+        ]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+        children.append(child)
+        _, message = child.communicate()
+        if child.returncode == 0:
+            return None
+        stopped.set()  # runs that have begun are finished, no other is started
+        return f"{run.name}: {(message.strip() or 'no message').splitlines()[-1]}"
+
     bar = tqdm(total=len(planned), initial=len(planned) - len(missing), desc="runs", unit="run")
+    failures = []
     with bar, ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(start, run) for run in missing]):
-            run, failure = future.result()
-            bar.update()
-            if failure is not None:
-                failures.append(f"{run.name}: {failure}")
-                tqdm.write(failures[-1])
+        try:
+            for future in as_completed([pool.submit(start, run) for run in missing]):
+                failures += [future.result()] if future.result() else []
+                bar.update()
+        except BaseException:  # Ctrl-C or a scheduler's stop: runs end by their checkpoints, none is started
+            stopped.set()
+            for child in children:
+                child.terminate()
+            raise
     if failures:
-        raise ValueError(f"{len(failures)} of {len(missing)} runs failed; first {failures[0]}")
+        raise ValueError(f"a run failed, and the same command goes on after it is mended: {failures[0]}")
 
 
-def train_one(path: Path, name: str, out: Path, runs: Path) -> None:
+def train_one(path: Path, name: str, seed: int, out: Path, runs: Path) -> None:
     """Trains one planned run, or goes on with it, and writes its result and its grid."""
     import numpy as np
     import torch
@@ -62,7 +85,7 @@ def train_one(path: Path, name: str, out: Path, runs: Path) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     experiment = read_experiment(path)
-    (run,) = [run for run in plan_runs(experiment, experiment.seeds) if run.name == name]
+    (run,) = [run for run in plan_runs(experiment, (seed,)) if run.name == name]
     config = run_config(path, experiment, run, runs)
     assert config.score is not None
     started = time.time()
@@ -91,5 +114,5 @@ def train_one(path: Path, name: str, out: Path, runs: Path) -> None:
 if __name__ == "__main__":
     from vcagen.commands import exit_code
 
-    _, file, run_name, out_folder, runs_folder = sys.argv
-    sys.exit(exit_code(lambda: train_one(Path(file), run_name, Path(out_folder), Path(runs_folder))))
+    _, file, run_name, run_seed, out_folder, runs_folder = sys.argv
+    sys.exit(exit_code(lambda: train_one(Path(file), run_name, int(run_seed), Path(out_folder), Path(runs_folder))))

@@ -20,6 +20,7 @@ from fid.collection import Collected, Collection, Wanted
 from fid.features import Extractor
 from fid.frechet import frechet_distance
 from fid.images import About
+from fid.moments import FeatureMoments
 from tests.fid.collecting import NUM_IMAGES, collect
 from tests.tiny_runs import ROOT, tiny_config
 from vcagen.training import train
@@ -161,6 +162,27 @@ def test_features_that_are_not_finite_name_the_image_and_keep_the_rest(tmp_path:
     images = NumberedImages(20)
     assert run_all(Collection(images, extractor(), WANTED, tmp_path, "numbers"), 1, 4).part.pooled().n == 20
     assert min(images.asked) == 12
+
+
+def test_a_stop_in_the_middle_of_adding_costs_a_batch_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Collection(NumberedImages(20), extractor(), WANTED, tmp_path, "numbers")
+    update, calls = FeatureMoments.update, []
+
+    def stop(self: FeatureMoments, features: torch.Tensor) -> None:
+        update(self, features)
+        calls.append(len(features))
+        if len(calls) == 7:
+            raise SystemExit(143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureMoments, "update", stop)
+        with pytest.raises(SystemExit):
+            stopped.run(2, OneOf(0, threading.Barrier(1)))
+    collected = run_all(Collection(NumberedImages(20), extractor(), WANTED, tmp_path, "numbers"), 1, 4)
+    assert collected.part.pooled().n == 20
+    np.testing.assert_array_equal(collected.features, expected_features(20))
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Experiments: planned, trained once, reported with their spread."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from fid.__main__ import main as fid_main
-from fid.experiment.plan import Experiment, plan_runs, read_experiment, result_path, run_config
+from fid.experiment.plan import Experiment, digest, plan_runs, read_experiment, read_result, result_path, run_config
 from fid.experiment.report import Row
 from fid.intervals import paired_difference, welch_difference
 from tests.tiny_runs import ROOT, TINY
@@ -67,7 +68,7 @@ def test_an_experiment_is_trained_once_and_a_second_run_changes_nothing(
     assert [row["name"] for row in scores] == ["softmax", "VCA"]
     assert [row["steps"] for row in scores] == [[2, 4], [2, 4]]
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    monkeypatch.setattr("subprocess.run", None)  # nothing is trained
+    monkeypatch.setattr("subprocess.Popen", None)  # nothing is trained
     assert compare_runs(monkeypatch, *arguments) == 0
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
     write(path, overrides=[*SETTINGS["overrides"], "train.learning_rate=1e-3"])
@@ -109,7 +110,12 @@ def test_the_report_says_what_is_shown(
     fabricate(path, out, {"softmax": [50.0, 61.0, 70.0], "VCA": vca})
     cost = {"parameters": 100, "multiply_adds": 10**6}
     costs = {"softmax": cost | {"step_seconds": 1.0}, "VCA": cost | {"step_seconds": 1.25}}
-    write_json(out / "measured.json", {"machine": "this", "floors": {"SiT": 1.5}, "costs": {"SiT": costs}})
+    experiment = read_experiment(path)
+    settings = digest([run_config(path, experiment, run, out) for run in plan_runs(experiment, (0,))])
+    write_json(
+        out / "measured.json",
+        {"settings_sha256": settings, "machine": "this", "floors": {"SiT": 1.5}, "costs": {"SiT": costs}},
+    )
     assert compare_runs(monkeypatch, path, "--out", out, "--report-only") == 0
     report = (out / "README.md").read_text()
     assert f"- FD-digits-12 against **softmax**: {verdict}." in report
@@ -118,6 +124,28 @@ def test_the_report_says_what_is_shown(
     assert f"| VCA | 3 | 0.500 +- 0.000 | {mean:.1f} +- {spread:.1f} |" in report
     # At 1.25 times the cost of a step, the time of 4 steps is enough for 3.2: a line from +10 at 2 to +0 at 4.
     assert f"| VCA | 100 | 1.0 M | 1.25 | {mean + 4:.1f} +- {spread:.1f} |" in report
+
+
+def test_other_settings_never_meet_in_one_run_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "experiment.yaml")
+    before = plan_runs(read_experiment(path), (0,))[0]
+    folder = run_config(path, read_experiment(path), before, tmp_path).run_dir
+    write(path, overrides=[*SETTINGS["overrides"], "guidance.scale=4"])
+    after = plan_runs(read_experiment(path), (0,))[0]
+    assert after.name == before.name
+    assert run_config(path, read_experiment(path), after, tmp_path).run_dir != folder
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"config": 3}'])
+def test_a_damaged_result_is_named(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path / "experiment.yaml")
+    experiment = read_experiment(path)
+    run = plan_runs(experiment, (0,))[0]
+    file = result_path(tmp_path / "out", run)
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"{file.name}: not a run's result; delete it"):
+        read_result(file, run_config(path, experiment, run, tmp_path))
 
 
 def test_scores_in_equal_time_lie_between_scored_steps() -> None:
@@ -156,11 +184,16 @@ def test_intervals_are_students_and_welchs() -> None:
         ({"only": {"SiT": ["softmax", "other"]}}, "only.SiT names 'other', which is no row"),
         ({"overrides": list(TINY)}, "no score; add overrides score.reference="),
         ({"seed": 3}, "seed: Extra inputs are not permitted"),
+        ({"seeds": [0, 0]}, "seeds: 0, 0 has one twice"),
+        (
+            {"rows": {"softmax": [], "VCA+": [], "VCA -": []}},
+            "row 'VCA+' of SiT would be called 'sit-vca-0'",
+        ),
         ({"rows": {"a": ["model.attention.nam=vca"], "softmax": []}}, "model.attention"),
     ],
 )
 def test_a_wrong_experiment_is_refused_before_training(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="(?s)" + message.replace(".", r"\.")):
+    with pytest.raises(ValueError, match="(?s)" + re.escape(message)):
         read_experiment(write(tmp_path / "experiment.yaml", **changes))
 
 

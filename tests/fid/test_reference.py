@@ -406,7 +406,7 @@ def test_a_reference_of_digits_is_made_and_used(
     assert fid("score", "samples.npz", *arguments, monkeypatch=monkeypatch) == 0
     result = result_of(tmp_path / "score.json")
     assert [score["name"] for score in result["scores"]] == [
-        *("FD-digits-60", "precision-digits-60", "recall-digits-60", "KID-digits-60"),
+        *("FD-digits-60", "precision-digits-60", "recall-digits-60", "KID-digits-60 (subsets of 20)"),
     ]
     assert "of 50 real images" in result["scores"][1]["note"]
     assert result["reference_halves_distance"] == found.halves_distance
@@ -585,5 +585,5 @@ def test_features_of_torch_fidelity_serve_the_metrics_that_need_features(
     result = result_of(Path("score.json"))
     scores = {score["name"]: score["value"] for score in result["scores"]}
     assert (scores["precision-4"], scores["recall-4"]) == (1, 1)
-    assert abs(scores["KID-4"]) < 1e-3
+    assert abs(scores["KID-4 (subsets of 3)"]) < 1e-3
     assert result["reference"]["num_images"] == 4

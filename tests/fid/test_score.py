@@ -1,5 +1,6 @@
 """The scoring command, on real small runs and folders."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -9,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fid.__main__ import main as fid_main
+from tests.conftest import pooling_vae
 from tests.tiny_runs import ROOT, tiny_config
+from vcagen.autoencoder import KLAutoencoder
 from vcagen.data.digits import Digits
 from vcagen.files import locked, write_image
 from vcagen.generation import ImageMaker, load_model, plan_samples
@@ -101,9 +105,9 @@ def test_more_metrics_join_the_ones_that_are_there(run: Path, tmp_path: Path, mo
     assert score(*arguments, "--metrics", "fid,pr,is", monkeypatch=monkeypatch) == 0
     scores = scores_of(out)
     assert list(scores) == [
-        *("FD-digits-30", "IS-digits-30", "precision-digits-30", "recall-digits-30", "KID-digits-30"),
+        *("FD-digits-30", "IS-digits-30", "precision-digits-30", "recall-digits-30", "KID-digits-30 (subsets of 10)"),
     ]
-    assert scores["KID-digits-30"] == kid["KID-digits-30"]
+    assert scores["KID-digits-30 (subsets of 10)"] == kid["KID-digits-30 (subsets of 10)"]
 
 
 def test_results_of_other_references_lie_side_by_side(
@@ -333,3 +337,63 @@ def test_two_processes_write_the_result_of_one(run: Path, tmp_path: Path, monkey
     npz.write_bytes(kept)
     with np.load(npz) as before:
         assert np.abs(images - before["arr_0"]).max() <= 1
+
+
+def test_nothing_is_overwritten_that_is_no_result(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.json").write_text('{"dear": "diary"}')
+    for out, message in (("notes.json", "holds something else than a result"), ("score.parts", "ends in .json")):
+        options = ("--reference", "digits", "--num-images", 4, "--out", tmp_path / out)
+        assert score(run, *options, monkeypatch=monkeypatch) == 1
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "notes.json").read_text() == '{"dear": "diary"}'
+    monkeypatch.setattr("sys.argv", ["fid", "reference", "digits", "--out", str(tmp_path / "images.npz")])
+    np.savez(tmp_path / "images.npz", arr_0=np.zeros((2, 8, 8, 3), np.uint8))
+    assert fid_main() == 1
+    assert "holds something else than a reference" in capsys.readouterr().err
+
+
+def test_a_folder_called_digits_is_not_taken_for_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("digits").mkdir()
+    for index in range(3):
+        Image.new("L", (8, 8), 80 * index).save(f"digits/{index}.png")
+    assert score("digits", "--reference", "digits", monkeypatch=monkeypatch) == 1
+    assert "write ./digits" in capsys.readouterr().err
+
+
+def test_kid_of_other_subsets_stays_and_has_a_name_of_its_own(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "score.json"
+    arguments = (run, "--reference", "digits", "--num-images", 12, "--out", out)
+    assert score(*arguments, "--metrics", "kid", "--kid-subset-size", 6, monkeypatch=monkeypatch) == 0
+    assert score(*arguments, "--metrics", "fid", monkeypatch=monkeypatch) == 0
+    assert list(scores_of(out)) == ["FD-digits-12", "KID-digits-12 (subsets of 6)"]
+    assert score(*arguments, "--metrics", "kid", "--kid-subset-size", 5, monkeypatch=monkeypatch) == 0
+    assert list(scores_of(out)) == ["FD-digits-12", "KID-digits-12 (subsets of 5)"]
+
+
+def test_pngs_that_were_taken_away_are_made_again(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (run, "--reference", "digits", "--num-images", 9, "--save", "png", "--out", tmp_path / "score.json")
+    with monkeypatch.context() as patch:
+        patch.setattr("fid.score.write_json", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        assert score(*arguments, monkeypatch=patch) == 1
+    (lost,) = run.glob("scores/*/images/000004.png")
+    content = lost.read_bytes()
+    lost.unlink()
+    assert score(*arguments, monkeypatch=monkeypatch) == 0
+    assert lost.read_bytes() == content
+
+
+def test_another_decoder_is_another_set_of_images(tmp_path: Path) -> None:
+    vae = pooling_vae(1.0, 0.0)
+    other = copy.deepcopy(vae)
+    before, after = KLAutoencoder(vae, vae), KLAutoencoder(vae, other)
+    assert before.decoder_sha256() == after.decoder_sha256()
+    other.post_quant_conv = torch.nn.Conv2d(3, 3, 1)
+    assert before.decoder_sha256() != after.decoder_sha256()
+    assert before.encoder_sha256() == after.encoder_sha256()
