@@ -45,11 +45,12 @@ with one softmax over both streams in stage II and the depth-wise 3x3 convolutio
 ON_MULTIPLY_ADDS = """\
 Half the flops of torch's counter, with attention as plain matrix products, because it counts nothing inside fused
 kernels. Softmax, norms and pooling are not counted. Where n is N / 4, VCA without its convolution has exactly what
-softmax attention has, and less where n is smaller; the convolution adds 9 N C in each layer of width C."""
+softmax attention has, and less where n is smaller; the convolution adds 9 N C in each layer of width C. Differential
+attention has 4 N^2 C where its equations have 3 N^2 C: its queries and keys are widened with zeros to the width of
+its values, which fused kernels want."""
 ON_MEMORY = """\
 What a forward pass in float32 keeps for the backward pass, without checkpointing: each piece of memory once, weights
-left out, with the kernels that torch chooses on a CPU. Fused attention keeps no maps. Differential attention keeps
-them, because its values are twice as wide as its keys, which the fused kernel does not take there."""
+left out, with the kernels that torch chooses on a CPU. Fused attention keeps no maps."""
 
 # DeiT (arXiv 2012.12877): 14 x 14 patches, 12 layers, 7 x 7 contrast tokens in the authors' released module.
 DEIT_GRID, DEIT_CONTRAST_GRID, DEIT_DEPTH = (14, 14), (7, 7), 12
