@@ -53,8 +53,8 @@ def _draw_losses(axis: "object", row: "Row", color: str, style: str) -> None:
 def draw_grids(families: dict[str, list[str]], planned: list[PlannedRun], out: Path) -> None:
     """`samples.png`: the first seed's grids of all rows side by side, a line for each family."""
     columns = max(len(rows) for rows in families.values())
-    figure = Figure(figsize=(1.5 * columns, 4.2 * len(families)), dpi=90, layout="constrained")
-    axes = figure.subplots(len(families), columns, squeeze=False)
+    figure = Figure(figsize=(1.5 * columns, 4.2 * len(families)), dpi=64, layout="constrained")
+    axes, is_gray = figure.subplots(len(families), columns, squeeze=False), True
     for line, (family, rows) in zip(axes, families.items(), strict=True):
         for axis in line:
             axis.axis("off")
@@ -62,7 +62,10 @@ def draw_grids(families: dict[str, list[str]], planned: list[PlannedRun], out: P
             run = next(run for run in planned if (run.family, run.row) == (family, row))
             grid = out / "grids" / f"{run.name}.png"
             if grid.exists():
-                axis.imshow(np.asarray(Image.open(grid)), cmap="gray", vmin=0, vmax=255)
+                pixels = np.asarray(Image.open(grid))
+                is_gray &= pixels.ndim == 2
+                axis.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
                 axis.set_title("\n".join([family, *row.split(", ")]), fontsize=7)
     with written_aside(out / "samples.png") as aside:
         figure.savefig(aside, format="png")
+        Image.open(aside).convert("L" if is_gray else "RGB").save(aside, optimize=True)  # a few hundred KB

@@ -102,7 +102,7 @@ def train_one(path: Path, name: str, seed: int, out: Path, runs: Path) -> None:
         "family": run.family,
         "row": run.row,
         "seed": run.seed,
-        "config": config.model_dump(mode="json"),
+        "config": {**config.model_dump(mode="json"), "run_dir": "runs"},  # where it was trained says nothing
         "num_parameters": sum(parameter.numel() for parameter in model.maker.model.parameters()),
         "losses": [[row["step"], round(row["loss"], 6)] for row in metrics],
         "scores": read_metrics(Path(config.run_dir) / SCORES_FILE),
