@@ -40,6 +40,14 @@ def test_start_by_layer_counted_from_zero(layer_index: int, start: float) -> Non
         assert round(weight().item(), 2) == start
 
 
+def test_the_start_is_not_rounded_with_the_weights() -> None:
+    weight = LambdaWeight(4, 1)
+    for parameter in weight.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert weight.bfloat16()().item() == pytest.approx(0.8 - 0.6 * math.exp(-0.3), rel=1e-7)
+    assert not list(weight.buffers())
+
+
 @pytest.mark.parametrize(("config", "name"), LAMBDAS)
 def test_vectors_start_with_std_a_tenth(config: AttentionConfig, name: str) -> None:
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def test_fast_forms_agree_with_plain_ones_under_autocast(attention: str, monkeyp
 
 
 @pytest.mark.parametrize("attention", ["mhsa", "vca", "differential"])
-def test_compiled_blocks_share_their_graphs_and_agree(attention: str) -> None:
+def test_compiled_blocks_share_one_graph_and_agree(attention: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, compiled = (tiny_model(depth=4, attention={"name": attention}) for _ in range(2))
@@ -108,6 +108,5 @@ def test_compiled_blocks_share_their_graphs_and_agree(attention: str) -> None:
     ]
     for plain, other in zip(*gradients, strict=True):
         assert relative_error(other, plain) < 1e-4
-    # One more where lambda_init, a number that differs from layer to layer, becomes an input of the graph.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if attention == "mhsa" else 2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]

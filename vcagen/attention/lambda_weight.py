@@ -18,7 +18,9 @@ class LambdaWeight(nn.Module):
 
     def __init__(self, head_dim: int, layer_index: int) -> None:
         super().__init__()
-        self.lambda_init = lambda_init(layer_index)
+        # A scalar tensor on the CPU: a number would compile to a graph of its own in every other layer, a buffer would
+        # be rounded with the weights.
+        self.lambda_init = torch.tensor(lambda_init(layer_index), dtype=torch.float64)
         self.q1 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
         self.k1 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
         self.q2 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
@@ -29,7 +31,7 @@ class LambdaWeight(nn.Module):
         dtype = torch.promote_types(self.q1.dtype, torch.float32)
         q1, k1, q2, k2 = (vector.to(dtype) for vector in (self.q1, self.k1, self.q2, self.k2))
         # Products and sums, not a matmul: autocast leaves them in float32.
-        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init.to(dtype)
 
 
 class ScaledRMSNorm(nn.Module):
@@ -39,7 +41,7 @@ class ScaledRMSNorm(nn.Module):
 
     def __init__(self, size: int, layer_index: int) -> None:
         super().__init__()
-        self.scale = 1.0 - lambda_init(layer_index)
+        self.scale = torch.tensor(1.0 - lambda_init(layer_index), dtype=torch.float64)  # as LambdaWeight's
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
