@@ -10,7 +10,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from vcagen import run, training
+from vcagen import run, training, training_samples, updates
 from vcagen.config import RunConfig, TrainConfig
 from vcagen.data import Digits
 from vcagen.models.transformer import DiffusionTransformer
@@ -60,7 +60,7 @@ def double_precision(num_samples: int) -> Iterator[list[float]]:
 
         patch.setattr(run, "build_model", build_model)
         patch.setattr(run, "build_optimizer", build_optimizer)
-        patch.setattr(run, "build_objective", lambda _: DoubleFlow())
+        patch.setattr(run, "build_objective", lambda *_: DoubleFlow())
         patch.setattr(run, "build_data", lambda _: few_digits(num_samples))
         patch.setattr(run.Accelerator, "clip_grad_norm_", counted)
         yield norms
@@ -74,10 +74,10 @@ class Watched:
         self.inputs: list[list[float]] = []
         self.drops: list[list[bool]] = []
         self.mirrors: list[bool] = []
-        build, draw = run.build_objective, training.draw_mirror
+        build, draw = run.build_objective, training_samples.draw_mirror
 
-        def build_objective(config: Any) -> Any:
-            objective = build(config)
+        def build_objective(*arguments: Any) -> Any:
+            objective = build(*arguments)
             loss = objective.loss
 
             def watched(model: Any, latents: torch.Tensor, labels: torch.Tensor, generators: Any) -> ObjectiveOutput:
@@ -98,7 +98,8 @@ class Watched:
 
         patch.setattr(run, "build_objective", build_objective)
         patch.setattr(run, "build_data", lambda _: few_digits(64, can_mirror))
-        patch.setattr(training, "draw_mirror", draw_mirror)
+        for module in (training_samples, updates):
+            patch.setattr(module, "draw_mirror", draw_mirror)
 
 
 def sample_ids(config: RunConfig, first_step: int) -> list[list[int]]:
@@ -114,8 +115,8 @@ def at_losses(patch: pytest.MonkeyPatch, updates: Container[int], act: Callable[
     build = run.build_objective
     update = 0
 
-    def build_objective(config: Any) -> Any:
-        objective = build(config)
+    def build_objective(*arguments: Any) -> Any:
+        objective = build(*arguments)
         loss = objective.loss
 
         def met(*arguments: Any) -> ObjectiveOutput:

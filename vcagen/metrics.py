@@ -9,7 +9,12 @@ from vcagen.files import write_text
 
 
 class LossWindow:
-    """Means over all samples, of all processes, since the last `close`."""
+    """Means over all samples, of all processes, since the last `close`.
+
+    Attributes:
+        seconds: that updates took, for whoever makes them to add to.
+        data_seconds: those of them that were waited for data.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -27,22 +32,14 @@ class LossWindow:
         """Counts an update that was skipped because it was not finite."""
         self.num_bad_steps += 1
 
-    def add(
-        self,
-        micro_batches: list[dict[str, torch.Tensor]],
-        gradient_norm: torch.Tensor,
-        seconds: float,
-        data_seconds: float,
-    ) -> None:
-        """Adds one update: losses and parts, (B,) each, of its micro-batches, the time it took and waited for data."""
+    def add(self, micro_batches: list[dict[str, torch.Tensor]], gradient_norm: torch.Tensor) -> None:
+        """Adds one update: losses and parts, (B,) each, of its micro-batches."""
         for parts in micro_batches:
             for name, values in parts.items():
                 total = values.detach().double().sum()
                 self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.num_samples += len(parts["loss"])
         self.num_steps += 1
-        self.seconds += seconds
-        self.data_seconds += data_seconds
         self.gradient_norm = gradient_norm.detach()
 
     def close(self, step: int, learning_rate: float, ema_decay: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from vcagen import checkpoint as checkpoints
 from vcagen.checkpoint import CheckpointState
 from vcagen.config import SAMPLING_KEYS, RunConfig
 from vcagen.data import TrainingData
+from vcagen.ema import ExponentialMovingAverage
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import OptimizerTensors
 from vcagen.pipeline_folder import load_weights
@@ -53,7 +54,7 @@ def resume(
     config: RunConfig,
     data: TrainingData,
     model: DiffusionTransformer,
-    ema: torch.optim.swa_utils.AveragedModel,
+    ema: ExponentialMovingAverage,
     moments: OptimizerTensors,
 ) -> Resumed:
     """Loads the weights of a checkpoint; the rest is read, compared with the run and returned.
@@ -73,7 +74,7 @@ def resume(
     load_weights(model, checkpoint, "raw")
     assert isinstance(ema.module, DiffusionTransformer)
     load_weights(ema.module, checkpoint, "ema")
-    ema.n_averaged.fill_(state.ema_updates + 1)
+    ema.n_averaged.fill_(state.ema_updates)
     return Resumed(state, checkpoints.load_optimizer_tensors(checkpoint, moments.expected()), changes)
 
 

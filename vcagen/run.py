@@ -10,12 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vcagen import checkpoint as checkpoints
 from vcagen.autoencoder import Autoencoder, build_autoencoder
 from vcagen.config import RunConfig, TrainConfig, dump_config
 from vcagen.data import LatentCache, TrainingData, build_data
+from vcagen.ema import ExponentialMovingAverage
 from vcagen.files import locked, require_writable, write_text
 from vcagen.initial_weights import load_initial_weights
 from vcagen.models.transformer import DiffusionTransformer
@@ -37,7 +37,7 @@ class Run:
     micro_batch_size: int  # samples per forward pass of one process
     raw_model: DiffusionTransformer
     model: torch.nn.Module  # raw_model, wrapped where there are several processes; under FSDP2 it is split itself
-    ema: AveragedModel
+    ema: ExponentialMovingAverage
     optimizer: torch.optim.Optimizer
     moments: OptimizerTensors
     objective: Objective
@@ -74,9 +74,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     raw_model = build_model(config, data, autoencoder)
     if config.train.init_from is not None and not checkpoints.list_checkpoints(folder):
         load_initial_weights(raw_model, config, data.class_names)
-    ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(config.train.ema_decay))
-    ema.requires_grad_(False)
-    ema.n_averaged.fill_(1)  # the initial weights count, as in DiT; at 0 the first update would only copy
+    ema = ExponentialMovingAverage(raw_model, config.train.ema_decay)
     optimizer = build_optimizer(raw_model, config.train)
     moments = OptimizerTensors(raw_model, optimizer)
     num_parameters = sum(parameter.numel() for parameter in raw_model.parameters())
@@ -124,7 +122,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
         moments.write(resumed.moments)
     if accelerator.scaler is not None and resumed and resumed.state.scaler:
         accelerator.scaler.load_state_dict(resumed.state.scaler)
-    objective = build_objective(config.objective)
+    objective = build_objective(config.objective, accelerator.device)
     return (
         Run(
             config,

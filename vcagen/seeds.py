@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from vcagen.devices import to_device
+
 
 def seed_from(*key: int | str) -> int:
     """A 63-bit seed from a key such as `(run_seed, "train", step, position)`."""
@@ -25,14 +27,16 @@ def sample_generator(*key: int | str) -> torch.Generator:
 def normal(like: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Standard normal noise, float32, of the shape (B, ...) and on the device of `like`; row i from `generators[i]`."""
     assert len(generators) == len(like)
-    return randn_tensor(like.shape, generator=list(generators), device=like.device, dtype=torch.float32)
+    drawn_on = generators[0].device
+    noise = randn_tensor(like.shape, generator=list(generators), device=drawn_on, dtype=torch.float32)
+    return to_device(noise, like.device)
 
 
 def standard_normal(generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
     """One standard normal number per generator: (B,) float32."""
-    return torch.cat([torch.randn(1, generator=generator) for generator in generators]).to(device)
+    return to_device(torch.cat([torch.randn(1, generator=generator) for generator in generators]), device)
 
 
 def uniform(generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
     """One uniform number in [0, 1) per generator: (B,) float32."""
-    return torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(device)
+    return to_device(torch.cat([torch.rand(1, generator=generator) for generator in generators]), device)

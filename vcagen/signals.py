@@ -1,11 +1,13 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
+
+from vcagen.devices import read_later, to_device
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how schedulers announce a pre-emption
 
@@ -30,6 +32,7 @@ class StopSignal:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.number = 0
+        self._asked: Callable[[], torch.Tensor] | None = None
 
     def remember(self, number: int, _: FrameType | None) -> None:
         """The signal handler. A SIGINT after either signal ends the process at once."""
@@ -38,10 +41,18 @@ class StopSignal:
         self.number = number
 
     def agreed(self) -> int:
-        """The number that any process received; every process calls this at the same step."""
+        """The number that any process received; every process calls this at the same step.
+
+        On GPUs it is what they had received one call before, so that no process waits for its GPU.
+        """
         if self.accelerator.num_processes == 1:
             return self.number
-        return int(self.accelerator.gather(torch.tensor([self.number], device=self.accelerator.device)).max())
+        device = self.accelerator.device
+        asked = read_later(self.accelerator.gather(to_device(torch.tensor([self.number]), device)).max())
+        before, self._asked = self._asked, asked
+        if device.type == "cuda":
+            return int(before()) if before else 0
+        return int(asked())
 
 
 @contextlib.contextmanager

@@ -6,17 +6,17 @@ restore but weights, optimiser moments and counters.
 
 import contextlib
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch.utils.data import DataLoader, Dataset
+from torch.profiler import record_function
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from vcagen import checkpoint as checkpoints
@@ -24,53 +24,21 @@ from vcagen.bad_steps import BadSteps, NotFiniteError
 from vcagen.checkpoint import CheckpointState
 from vcagen.config import RunConfig, dump_config
 from vcagen.curves import plot_losses
-from vcagen.data import LatentCache, TrainingData
 from vcagen.data.order import TrainingOrder
 from vcagen.files import write_grid, write_json
 from vcagen.generation import ImageMaker, plan_samples
-from vcagen.guidance import drop_labels
 from vcagen.metrics import LossWindow, MetricsFile
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.optimizer import learning_rate
 from vcagen.run import Run, prepare_run
 from vcagen.sampling_config import flat
-from vcagen.seeds import sample_generator
-from vcagen.sharding import is_sharded, whole, whole_model, whole_tensors
+from vcagen.sharding import is_sharded, whole_model, whole_tensors
 from vcagen.signals import Interrupted, leave_signals_to_the_main_process, stop_signal
+from vcagen.training_samples import TrainingSamples
+from vcagen.updates import Batch, Updates
 
 SCORES_FILE = "scores.jsonl"
 SCORE_SETTINGS_FILE = "scores.json"  # what all its rows are made with
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class TrainingSamples(Dataset[tuple[torch.Tensor, int, int, int, int]]):
-    """(image uint8 (C, H, W) or moments float16 (2C, h, w), label, sample index, step, position) by `TrainingOrder`.
-
-    Whether the mirror image is taken is the first draw of the sample's own generator.
-    """
-
-    def __init__(self, data: TrainingData, seed: int) -> None:
-        self.data, self.seed = data, seed
-
-    def __getitem__(self, key: tuple[int, int, int]) -> tuple[torch.Tensor, int, int, int, int]:
-        index, step, position = key
-        mirrored = self.data.can_mirror and draw_mirror(training_generator(self.seed, step, position))
-        if isinstance(self.data, LatentCache):
-            item = self.data.moments(index, mirrored)
-        else:
-            image = self.data.image(index)
-            item = np.ascontiguousarray(image[..., ::-1]) if mirrored else image
-        return torch.from_numpy(item), self.data.label(index), index, step, position
-
-
-def training_generator(seed: int, step: int, position: int) -> torch.Generator:
-    """The generator of the sample at a position of a step: mirror, posterior, label drop, time and noise, in turn."""
-    return sample_generator(seed, "train", step, position)
-
-
-def draw_mirror(generator: torch.Generator) -> bool:
-    """Whether a sample is mirrored; one draw."""
-    return torch.rand(1, generator=generator).item() < 0.5
 
 
 class Scorer(Protocol):
@@ -124,7 +92,8 @@ def _loop(run: Run, first_step: int, scorer: Scorer | None) -> None:
     batches = _batches(run, first_step)
     metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
     scores = MetricsFile(run.folder / SCORES_FILE, first_step, accelerator) if scorer else None
-    window, bad_steps = LossWindow(accelerator), BadSteps(run)
+    window = LossWindow(accelerator)
+    updates = Updates(run, window, BadSteps(run))
     done, is_saved = first_step, True
     bar = tqdm(
         total=config.max_steps,
@@ -137,25 +106,32 @@ def _loop(run: Run, first_step: int, scorer: Scorer | None) -> None:
     with bar, stop_signal(accelerator) as stop:
         try:
             for step in range(first_step + 1, config.max_steps + 1):
-                _update(run, step, batches, window, bad_steps)
+                updates.update(step, batches)
                 done, is_saved = step, False
                 bar.update()
 
                 signal_number = stop.agreed()
                 is_last = step == config.max_steps
                 saves = is_last or bool(signal_number) or step % config.checkpoint_every == 0
-                if (saves or step % config.log_every == 0) and window.num_samples:
-                    row = window.close(step, learning_rate(config, step - 1), config.ema_decay)
-                    metrics.write(row)
+                logs = saves or step % config.log_every == 0
+                previews = is_last or step % config.preview_every == 0
+                scores_now = scores and (is_last or (run.config.score and step % run.config.score.every == 0))
+                if logs or previews or scores_now:
+                    updates.settle()
+                if logs and window.num_samples:
+                    with record_function("logging"):
+                        row = window.close(step, learning_rate(config, step - 1), config.ema_decay)
+                        metrics.write(row)
                     rates = {"loss": f"{row['loss']:.4f}", "images/s": f"{row['images_per_second']:.0f}"}
                     rates |= {"memory": f"{row['memory_gb']:.1f} GB"} if "memory_gb" in row else {}
                     bar.set_postfix(rates, refresh=False)
                 if saves:
                     is_saved = _save(run, step)
-                if is_last or step % config.preview_every == 0:
+                if previews:
                     _preview(run, step)
-                if scores and (is_last or (run.config.score and step % run.config.score.every == 0)):
+                if scores_now:
                     assert scorer
+                    assert scores
                     _score(run, step, scorer, scores)
                 if signal_number:
                     accelerator.wait_for_everyone()  # for the checkpoint, before a launcher sees an exit
@@ -165,6 +141,7 @@ def _loop(run: Run, first_step: int, scorer: Scorer | None) -> None:
         except Exception as error:  # data that cannot be read, a full disk: what was done is not lost
             # Weights that are split are lost with the first process that ends.
             if accelerator.is_main_process and not is_saved and not is_sharded(run.raw_model):
+                updates.settle()
                 _save(run, done)
             if stop.number:  # it reached the data workers too, and their end is this error
                 raise Interrupted(stop.number, done, _what_is_kept(run.folder)) from error
@@ -218,60 +195,6 @@ def _batches(run: Run, first_step: int) -> Iterator[Batch]:
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
 
 
-def _update(run: Run, step: int, batches: Iterator[Batch], window: LossWindow, bad_steps: BadSteps) -> None:
-    """One optimiser step, counted from 1, over all its micro-batches; skipped if its gradient is not finite."""
-    config, accelerator = run.config.train, run.accelerator
-    started = time.perf_counter()
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(config, step - 1)
-    data_seconds = 0.0
-    bad_samples: list[torch.Tensor] = []
-    losses: list[dict[str, torch.Tensor]] = []
-    for remaining in reversed(range(config.gradient_accumulation_steps)):
-        asked = time.perf_counter()
-        items, labels, indices, steps, positions = next(batches)
-        data_seconds += time.perf_counter() - asked
-        generators = [
-            training_generator(run.config.seed, int(s), int(p)) for s, p in zip(steps, positions, strict=True)
-        ]
-        latents, labels = _inputs(run, items, labels, generators)
-        # Gradients are averaged over processes once, with the last micro-batch.
-        with accelerator.no_sync(run.model) if remaining else contextlib.nullcontext():
-            with accelerator.autocast():
-                output = run.objective.loss(run.model, latents, labels, generators)
-            accelerator.backward(output.loss.mean() / config.gradient_accumulation_steps)
-        losses.append({"loss": output.loss.detach(), **output.parts})
-        bad_samples.append(indices.to(latents.device).masked_fill(output.loss.detach().isfinite(), -1))
-    norm = whole(accelerator.clip_grad_norm_(run.model.parameters(), config.gradient_clip or math.inf))
-    if torch.isfinite(norm):  # the same on every process, as the gradients are
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.ema.update_parameters(run.raw_model)
-        window.add(losses, norm, time.perf_counter() - started, data_seconds)
-        bad_steps.good()
-    else:
-        run.optimizer.zero_grad()
-        if accelerator.scaler is not None:
-            run.optimizer.step()  # without gradients it only lowers the loss scale
-        window.add_bad_step()
-        bad_steps.bad(step, torch.cat(bad_samples))
-
-
-def _inputs(
-    run: Run, items: torch.Tensor, labels: torch.Tensor, generators: Sequence[torch.Generator]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images uint8 or moments float16 (B, ...) and labels (B,) to latents (B, C, h, w) and labels with some dropped."""
-    items, labels = items.to(run.accelerator.device), labels.to(run.accelerator.device)
-    if run.data.can_mirror:
-        for generator in generators:
-            draw_mirror(generator)  # as when the item was read
-    moments = items.float() if isinstance(run.data, LatentCache) else run.autoencoder.encode(items)
-    latents = run.autoencoder.sample_latents(moments, generators)
-    if run.config.train.label_dropout:
-        labels = drop_labels(labels, run.config.train.label_dropout, run.raw_model.null_label, generators)
-    return latents, labels
-
-
 def _save(run: Run, step: int) -> bool:
     """Writes a checkpoint; a disk that refuses costs a message, and the next interval tries again.
 
@@ -286,7 +209,7 @@ def _save(run: Run, step: int) -> bool:
     scaler = run.accelerator.scaler
     state = CheckpointState(
         step=step,
-        ema_updates=int(run.ema.n_averaged) - 1,
+        ema_updates=int(run.ema.n_averaged),
         ema_decay=run.config.train.ema_decay,
         class_names=run.data.class_names,
         data_fingerprint=run.data.fingerprint,

@@ -84,7 +84,7 @@ def capture(model: "LoadedModel", label: int, timestep: float, layer: int, seed:
     objective = model.config.objective
     if isinstance(objective, DiffusionConfig):
         timesteps = torch.tensor([int(timestep)], device=latents.device)
-        noised = DiffusionObjective(objective).add_noise(latents, noise, timesteps)
+        noised = DiffusionObjective(objective, latents.device).add_noise(latents, noise, timesteps)
     else:
         timesteps = torch.tensor([timestep], dtype=torch.float32, device=latents.device)
         c = interpolants.coefficients(objective.path, timesteps, latents)

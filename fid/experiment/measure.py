@@ -25,7 +25,7 @@ from vcagen.files import write_json
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.objectives import Objective, build_objective
 from vcagen.run import build_model
-from vcagen.training import training_generator
+from vcagen.training_samples import training_generator
 
 ROUNDS = 9
 

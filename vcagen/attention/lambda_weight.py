@@ -20,7 +20,7 @@ class LambdaWeight(nn.Module):
         super().__init__()
         # A scalar tensor on the CPU: a number would compile to a graph of its own in every other layer, a buffer would
         # be rounded with the weights.
-        self.lambda_init = torch.tensor(lambda_init(layer_index), dtype=torch.float64)
+        self.lambda_init = torch.tensor(lambda_init(layer_index), dtype=torch.float64, device="cpu")
         self.q1 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
         self.k1 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
         self.q2 = nn.Parameter(torch.empty(head_dim).normal_(std=0.1))
@@ -41,7 +41,9 @@ class ScaledRMSNorm(nn.Module):
 
     def __init__(self, size: int, layer_index: int) -> None:
         super().__init__()
-        self.scale = torch.tensor(1.0 - lambda_init(layer_index), dtype=torch.float64)  # as LambdaWeight's
+        self.scale = torch.tensor(
+            1.0 - lambda_init(layer_index), dtype=torch.float64, device="cpu"
+        )  # as in LambdaWeight's
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

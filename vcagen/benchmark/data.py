@@ -28,7 +28,7 @@ from vcagen.data.latent_format import MANIFEST_FILE, Manifest, plan_for, shard_p
 from vcagen.files import write_json
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.objectives import FlowConfig, build_objective
-from vcagen.training import TrainingSamples, draw_mirror, training_generator
+from vcagen.training_samples import TrainingSamples, draw_mirror, training_generator
 
 BATCH = 256
 LATENT_SHAPE = (4, 32, 32)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vcagen.benchmark.attention import precision
 from vcagen.benchmark.measure import Work, clock_of, interleaved, machine, measure, report_rows
@@ -15,12 +14,13 @@ from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer
 from vcagen.benchmark.official import import_official, official_model
 from vcagen.config import TrainConfig
 from vcagen.devices import usable_device
+from vcagen.ema import ExponentialMovingAverage
 from vcagen.files import require_file_name
 from vcagen.guidance import drop_labels
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.objectives import DiffusionConfig, FlowConfig, build_objective
 from vcagen.optimizer import build_optimizer
-from vcagen.training import training_generator
+from vcagen.training_samples import training_generator
 
 
 class OurStep:
@@ -30,10 +30,11 @@ class OurStep:
         config = TrainConfig()
         self.model, self.dtype, self.latents = model.train(), dtype, latents
         self.labels = torch.arange(len(latents), device=latents.device)
-        self.objective = build_objective(DiffusionConfig() if variant.startswith("DiT") else FlowConfig())
+        self.objective = build_objective(
+            DiffusionConfig() if variant.startswith("DiT") else FlowConfig(), latents.device
+        )
         self.optimizer = build_optimizer(model, config)
-        self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
-        self.ema.n_averaged.fill_(1)
+        self.ema = ExponentialMovingAverage(model, config.ema_decay)
         self.number = 0
 
     def passes(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import torch
 from pydantic import Field
 
 from vcagen.objectives.diffusion import DiffusionConfig, DiffusionObjective
@@ -23,8 +24,8 @@ __all__ = [
 ]
 
 
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective that a config describes."""
+def build_objective(config: ObjectiveConfig, device: torch.device | None = None) -> Objective:
+    """The objective that a config describes, for latents on a device (default: the CPU)."""
     if isinstance(config, DiffusionConfig):
-        return DiffusionObjective(config)
+        return DiffusionObjective(config, device)
     return FlowObjective(config)

@@ -29,17 +29,21 @@ class DiffusionObjective:
 
     The schedule is that of diffusers' `DDPMScheduler` with linear betas, held in float64, because 1 - alphas_cumprod
     has lost half its digits in float32 at the first timesteps.
+
+    Args:
+        config: see there.
+        device: of the latents; the CPU unless given.
     """
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: DiffusionConfig, device: torch.device | None = None) -> None:
         self.config = config
-        betas = schedule_betas()
+        betas = schedule_betas().to(device)
         self.alphas_cumprod = (1 - betas).cumprod(0)
         self.signal_scale = self.alphas_cumprod.sqrt()
         self.noise_scale = (1 - self.alphas_cumprod).sqrt()
         self.x_start_of_x_t = self.alphas_cumprod.rsqrt()
         self.x_start_of_epsilon = (1 / self.alphas_cumprod - 1).sqrt()
-        previous = torch.cat([torch.ones(1, dtype=torch.float64), self.alphas_cumprod[:-1]])
+        previous = torch.cat([betas.new_ones(1), self.alphas_cumprod[:-1]])
         posterior_variance = betas * (1 - previous) / (1 - self.alphas_cumprod)
         # The variance is 0 at t = 0: its logarithm is clipped to that of t = 1.
         self.log_variance_min = torch.cat([posterior_variance[1:2], posterior_variance[1:]]).log()
@@ -91,7 +95,7 @@ class DiffusionObjective:
     @staticmethod
     def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Values of a (1000,) float64 table at timesteps (B,), float32, shaped to broadcast against `like`."""
-        values = table.to(timesteps.device)[timesteps].float()
+        values = table[timesteps].float()
         return values.reshape(-1, *[1] * (like.dim() - 1))
 
     def _variational_bound(
