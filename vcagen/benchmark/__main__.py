@@ -98,6 +98,10 @@ def main() -> int:
             from vcagen.benchmark.sampling import benchmark_sampling
 
             benchmark_sampling(arguments)
+        elif arguments.command == "scaling":
+            from vcagen.benchmark.scaling import benchmark_scaling
+
+            benchmark_scaling(arguments)
         else:
             from vcagen.benchmark.soak import soak
 

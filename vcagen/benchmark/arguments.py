@@ -19,14 +19,12 @@ before; "of matmul" is against a large product of matrices timed in the same rou
 
 
 def add_speed_commands(commands: Any) -> None:
-    """Adds `attention`, `model`, `train` and `sample`."""
+    """Adds `attention`, `model`, `train`, `sample` and `scaling`."""
     for name, words in COMMANDS.items():
         parser = commands.add_parser(name, help=words, description=f"Measure {words}.\n{DESCRIPTION}")
-        parser.add_argument("--device", help="such as cuda:1 or cpu (default: the GPU, if there is one)")
+        _add_common(parser)
         parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="one or both")
         parser.add_argument("--compile", action="store_true", help="also measure all of ours compiled; takes minutes")
-        parser.add_argument("--rounds", type=_positive, default=7, help="repetitions of everything (default: 7)")
-        parser.add_argument("--json", type=Path, help="write the result here")
         if name == "attention":
             sides = [8, 16, 32, 64]
             parser.add_argument("--grid", type=_positive, nargs="+", default=sides, help="sides of the token grid")
@@ -46,6 +44,30 @@ def add_speed_commands(commands: Any) -> None:
             )
         if name == "sample":
             parser.add_argument("--num-steps", type=_positive, default=9, help="SDE steps before the last (default: 9)")
+    _add_scaling(commands)
+
+
+def _add_scaling(commands: Any) -> None:
+    words = "mhsa and vca against tokens, batch, depth and processes, on one page"
+    more = "The page ends with an estimate for ImageNet on 8 GPUs, which is arithmetic and not a measurement."
+    parser = commands.add_parser("scaling", help=words, description=f"Measure {words}.\n{DESCRIPTION}{more}")
+    _add_common(parser)
+    parser.add_argument("--variant", default="SiT-S/2", help="model of the training steps (default: SiT-S/2)")
+    sizes = {
+        "--grid": ([16, 32, 64, 128], "sides of the token grid"),
+        "--batches": ([1, 2, 4, 8, 16], "images in a training step"),
+        "--depths": ([3, 6, 12, 24], "blocks of the model, at batch 4"),
+    }
+    for name, (default, what) in sizes.items():
+        parser.add_argument(name, type=_positive, nargs="+", default=default, help=what)
+    parser.add_argument("--markdown", type=Path, help="write the page here")
+    parser.add_argument("--png", type=Path, help="draw the figure here; the page shows it")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="such as cuda:1 or cpu (default: the GPU, if there is one)")
+    parser.add_argument("--rounds", type=_positive, default=7, help="repetitions of everything (default: 7)")
+    parser.add_argument("--json", type=Path, help="write the result here")
 
 
 def _positive(text: str) -> int:

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ def benchmark_attention(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype:
             for passes in ("forward", "forward + backward"):
                 title = f"N={side * side}, {dtype}, {passes}"
-                works = _works(side, dtype, passes, arguments, device)
+                works = attention_works(
+                    side, dtype, passes, arguments.hidden_size, arguments.num_heads, device, compiled=arguments.compile
+                )
                 tables[title] = measure(works, arguments.rounds, device, title)
     result = {
         "machine": machine(device),
@@ -51,21 +53,41 @@ def benchmark_attention(arguments: argparse.Namespace) -> None:
         _plot(arguments.grid, arguments.dtype[0], tables, arguments.png)
 
 
-def _works(side: int, dtype: str, passes: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Work]:
-    width, heads, grid = arguments.hidden_size, arguments.num_heads, (side, side)
-    batch = batch_of(side)
+def attention_works(
+    side: int,
+    dtype: str,
+    passes: str,
+    width: int,
+    heads: int,
+    device: torch.device,
+    names: Iterable[str] = tuple(ATTENTIONS),
+    compiled: bool = False,
+) -> dict[str, Work]:
+    """Attention modules of `ATTENTIONS` on one random batch (`batch_of(side)`, N, width), N = side x side.
+
+    Args:
+        side: of the token grid.
+        dtype: key of `DTYPES`.
+        passes: `forward`, or `forward + backward`.
+        width: channels of a token.
+        heads: of the attention.
+        device: where all of it lies.
+        names: keys of `ATTENTIONS`; the first is what the others are compared with.
+        compiled: whether each comes compiled too, as `NAME, compiled`.
+    """
+    grid, batch = (side, side), batch_of(side)
     x = torch.randn(batch, side * side, width, device=device)
     upstream = torch.randn_like(x)
     works = {}
-    for name, config in ATTENTIONS.items():
+    for name in names:
 
-        def build(config: AttentionConfig = config) -> nn.Module:
+        def build(config: AttentionConfig = ATTENTIONS[name]) -> nn.Module:
             return build_attention(config, width, heads, grid, 5)
 
         forward_flops = 2 * batch * cost_of(build, lambda: (torch.zeros(1, side * side, width),)).multiply_adds
         module = build().to(device)
         forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {name: module}
-        if arguments.compile:
+        if compiled:
             forms[f"{name}, compiled"] = torch.compile(module, dynamic=False)
         for form, function in forms.items():
             run, flops = _forward(function, x, dtype), forward_flops

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -31,6 +32,13 @@ def machine(device: torch.device | None = None) -> str:
     if device is not None and device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {words}, CUDA {torch.version.cuda}"
     return words
+
+
+def launcher(processes: int) -> list[str]:
+    """What a command of Python's begins with, so that it runs in one process, or in several that torchrun connects."""
+    if processes == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def interleaved(

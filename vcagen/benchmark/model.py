@@ -1,6 +1,7 @@
 """The forward pass of a whole transformer, against the official code's."""
 
 import argparse
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,16 +18,19 @@ from vcagen.models.variants import parse_variant
 ATTENTIONS = ("mhsa", "vca")
 
 
-def build_transformer(variant: str, attention: str) -> DiffusionTransformer:
-    """A fresh transformer on 32x32 latents."""
+def build_transformer(variant: str, attention: str, depth: int | None = None) -> DiffusionTransformer:
+    """A fresh transformer on 32x32 latents; `depth` blocks where that is given."""
     named = parse_variant(variant)
-    return DiffusionTransformer(patch_size=named.patch_size, attention={"name": attention}, **named.shape._asdict())
+    shape = named.shape._replace(depth=depth or named.shape.depth)
+    return DiffusionTransformer(patch_size=named.patch_size, attention={"name": attention}, **shape._asdict())
 
 
-def noisy_transformer(variant: str, attention: str, device: torch.device) -> DiffusionTransformer:
+def noisy_transformer(
+    variant: str, attention: str, device: torch.device, depth: int | None = None
+) -> DiffusionTransformer:
     """The same in eval mode, with noise in the weights that start at 0, so that there is something to compute."""
     torch.manual_seed(0)
-    model = build_transformer(variant, attention).eval()
+    model = build_transformer(variant, attention, depth).eval()
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
@@ -41,13 +45,14 @@ def random_inputs(batch: int, device: torch.device) -> tuple[torch.Tensor, torch
     return latents.to(device), torch.rand(batch, generator=generator).to(device), labels.to(device)
 
 
-def forward_flops(variant: str, attention: str) -> int:
+@functools.cache
+def forward_flops(variant: str, attention: str, depth: int | None = None) -> int:
     """Floating-point operations of one forward pass of one image."""
 
     def inputs() -> tuple[torch.Tensor, ...]:
         return torch.zeros(1, 4, 32, 32), torch.zeros(1), torch.zeros(1, dtype=torch.long)
 
-    return 2 * cost_of(lambda: build_transformer(variant, attention), inputs).multiply_adds
+    return 2 * cost_of(lambda: build_transformer(variant, attention, depth), inputs).multiply_adds
 
 
 def benchmark_model(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+from vcagen.benchmark.measure import launcher
 from vcagen.checkpoint import list_checkpoints
 from vcagen.files import write_json
 from vcagen.metrics import read_metrics
@@ -81,10 +81,7 @@ def soak(arguments: argparse.Namespace) -> None:
 
 
 def _command(config: Path, run_dir: Path, processes: int) -> list[str]:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, "train.py", str(config), f"run_dir={run_dir}", LAYOUTS[processes]]
+    return [*launcher(processes), "train.py", str(config), f"run_dir={run_dir}", LAYOUTS[processes]]
 
 
 def _start(config: Path, run_dir: Path, processes: int, prepare: Callable[[], None] | None = None) -> Any:
