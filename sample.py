@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="image i depends on this, i and its label alone")
     parser.add_argument("--protocol", help="sample as a published table was made: dit-paper, sit-paper-sde, ...")
     parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help="EMA or raw weights")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the model; bf16 is faster")
     parser.add_argument("--batch-size", type=int, default=64, help="changes memory and speed, not the images")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     return parser.parse_intermixed_args()  # overrides may stand on either side of options
@@ -54,7 +55,8 @@ def sample(arguments: argparse.Namespace) -> None:
         raise ValueError("--per-label, --batch-size and --columns must be at least 1")
     process = PartialState(cpu=not torch.accelerator.is_available())
     protocol = [f"protocol={arguments.protocol}"] if arguments.protocol else []
-    model = load_model(arguments.run, arguments.weights, [*protocol, *arguments.overrides], arguments.device)
+    overrides = [*protocol, *arguments.overrides]
+    model = load_model(arguments.run, arguments.weights, overrides, arguments.device, arguments.dtype)
     labels = parse_labels(arguments.labels, model.class_names)
     repeated = [label for label in labels for _ in range(arguments.per_label)]
     samples = plan_samples(repeated, arguments.seed, len(model.class_names))

@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     score.add_argument("--protocol", help="sample as a published table was made: dit-paper, sit-paper-sde, ...")
     score.add_argument("--seed", type=int, help="seed of the images sampled from a model (default: 0)")
     score.add_argument("--weights", choices=["ema", "raw"], help="EMA (default) or raw weights of a model")
+    score.add_argument("--dtype", choices=["fp32", "bf16"], help="of a model that is sampled (default: fp32)")
     score.add_argument("--save", choices=["png", "npz"], help="keep the sampled images, for people or ADM's evaluator")
     score.add_argument("--reference-format", choices=FORMS, help="which tool wrote an npz of mu and sigma alone")
     score.add_argument("--kid-subset-size", type=int, default=1000, help="images in each of KID's subsets")

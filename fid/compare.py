@@ -29,6 +29,7 @@ SHOULD_AGREE = (
     "sampling.decoding",
     "sampling.label_mode",
     "sampling.weights",
+    "sampling.dtype",
     "sampling.step",
 )
 ONE_MODEL = ("sampling.variant", "sampling.attention")  # what results joined by commas share on top

@@ -148,12 +148,13 @@ def _load_if_model(arguments: argparse.Namespace) -> LoadedModel | None:
     source = Path(arguments.source)
     protocol = [f"protocol={arguments.protocol}"] if arguments.protocol else []
     if (source / "checkpoints").is_dir() or is_pipeline_folder(source):
-        return load_model(source, arguments.weights or "ema", [*protocol, *arguments.overrides], arguments.device)
-    given = [arguments.num_images, arguments.seed, arguments.save, arguments.weights]
+        overrides = [*protocol, *arguments.overrides]
+        return load_model(source, arguments.weights or "ema", overrides, arguments.device, arguments.dtype or "fp32")
+    given = [arguments.num_images, arguments.seed, arguments.save, arguments.weights, arguments.dtype]
     if protocol or arguments.overrides or any(value is not None for value in given):
         raise ValueError(
             f"{source}: not a run or a model, so there is nothing to sample; leave out --protocol, --num-images, "
-            "--seed, --save, --weights and key=value"
+            "--seed, --save, --weights, --dtype and key=value"
         )
     return None
 

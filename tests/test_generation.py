@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fid.sampled import score_folder
 from tests.conftest import fill_with_noise
 from tests.tiny_runs import ROOT, tiny_config
+from vcagen import generation
 from vcagen import run as run_module
 from vcagen.checkpoint import load_state
 from vcagen.generation import LoadedModel, PlannedSample, load_model, parse_labels, plan_samples
@@ -204,6 +206,45 @@ def test_ema_and_raw_weights_give_other_pictures_and_say_which(runs: dict[str, P
     assert "ema weights at step 1" in ema.describe()
     assert "raw weights at step 1" in raw.describe()
     assert images_of(ema, [1], 1).mean() > images_of(raw, [1], 1).mean() + 10
+
+
+def test_a_model_in_bf16_gives_nearly_the_same_images_and_is_told_apart(runs: dict[str, Path], tmp_path: Path) -> None:
+    exact, half = load_model(runs["SiT"]), load_model(runs["SiT"], dtype="bf16")
+    assert half.maker.model.dtype == torch.bfloat16
+    labels, generators = generation.labels_and_generators(plan_samples([1, 2], 0, 10))
+    latents = half.maker.latents(labels, generators)
+    assert latents.dtype == torch.float32  # the state, while the model is in bf16
+    assert not torch.equal(latents, latents.bfloat16())
+    difference = images_of(half, [1, 2, 3], 3).astype(int) - images_of(exact, [1, 2, 3], 3)
+    assert 0 < np.abs(difference).mean() < 4
+    assert "ema weights at step 1 in bf16" in half.describe()
+    assert " in " not in exact.describe().split(";")[0]
+    assert (half.protocol["dtype"], exact.protocol["dtype"]) == ("bf16", "fp32")
+    write(exact, plan_samples([1], 0, 10), tmp_path)
+    with pytest.raises(ValueError, match="holds other samples already"):
+        write(half, plan_samples([1], 0, 10), tmp_path)
+
+
+def test_asking_for_the_next_batch_first_changes_no_image(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_model(runs["SiT"])
+    one_by_one = images_of(run, [1, 2, 3, 4, 5], 2)
+    monkeypatch.setattr(generation, "_works_ahead", lambda model: True)
+    assert np.array_equal(images_of(run, [1, 2, 3, 4, 5], 2), one_by_one)
+    decode, calls = run.maker.autoencoder.decode, iter([True, True, False])
+
+    def decode_twice(latents: torch.Tensor) -> torch.Tensor:
+        if not next(calls):
+            raise ValueError("out of memory")
+        return decode(latents)
+
+    monkeypatch.setattr(run.maker.autoencoder, "decode", decode_twice)
+    images = run.maker.images(plan_samples([1, 2, 3, 4, 5], 7, 10), 2, progress=False)
+    finished = [next(images)[1] for _ in range(4)]
+    with pytest.raises(ValueError, match="out of memory"):
+        next(images)
+    assert np.array_equal(finished, one_by_one[:4])
 
 
 def test_guidance_needs_a_null_label(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "vcagen.attention": set(),
     "vcagen.callables": set(),
-    "vcagen.seeds": set(),
+    "vcagen.seeds": {"vcagen.devices"},
     "vcagen.files": set(),
     "vcagen.commands": set(),
     "vcagen.interpolants": set(),
@@ -24,7 +24,9 @@ ALLOWED = {
     "vcagen.guidance": {"vcagen.callables", "vcagen.seeds"},
     "vcagen.models": {"vcagen.attention"},
     "vcagen.objectives": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
-    "vcagen.samplers": {"vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds"},
+    "vcagen.samplers": {
+        *("vcagen.interpolants", "vcagen.noise_schedule", "vcagen.callables", "vcagen.seeds", "vcagen.devices"),
+    },
     "vcagen.data": {"vcagen.seeds", "vcagen.autoencoder"},
     "vcagen.data.latent_format": {"vcagen.autoencoder", "vcagen.files"},
     "vcagen.data.latent_cache": {"vcagen.autoencoder", "vcagen.data"},

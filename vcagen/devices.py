@@ -1,8 +1,12 @@
 """Where tensors lie, and how they get there without the host waiting for a GPU."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
+
+Dtype = Literal["fp32", "bf16"]
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def usable_device(name: str | None) -> torch.device:

@@ -1,7 +1,7 @@
 """(seed, label) plan -> uint8 images, in any process count and batch size."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from vcagen import interpolants
 from vcagen.autoencoder import Autoencoder, KLAutoencoder, build_autoencoder, load_vae, to_numpy
 from vcagen.checkpoint import resolve_checkpoint
 from vcagen.config import override_sampling
-from vcagen.devices import usable_device
+from vcagen.devices import Dtype, read_later, usable_device
 from vcagen.files import file_sha256
 from vcagen.guidance import guided_model
 from vcagen.models.transformer import DiffusionTransformer
@@ -157,13 +157,45 @@ class ImageMaker:
     def images(
         self, samples: Sequence[PlannedSample], batch_size: int, progress: bool = True
     ) -> Iterator[tuple[PlannedSample, np.ndarray]]:
-        """Yields each sample with its image, uint8 (H, W, C), in the plan's order."""
+        """Yields each sample with its image, uint8 (H, W, C), in the plan's order.
+
+        A GPU is asked for the next batch before a batch is handed out, so that it has work while images are written.
+        """
+        before: _Decoded | None = None
         with tqdm(total=len(samples), desc="sampling", unit="image", disable=not progress, delay=2) as bar:
             for start in range(0, len(samples), batch_size):
                 batch = samples[start : start + batch_size]
-                images = self.batch(batch)
-                bar.update(len(batch))
-                yield from zip(batch, images, strict=True)
+                try:
+                    images = self.autoencoder.decode(self.latents(*labels_and_generators(batch)))
+                    now = _Decoded(batch, read_later(images), bar)
+                finally:  # also where this batch fails: finished images are not lost
+                    if before:
+                        yield from before.images()
+                before = now
+                if not _works_ahead(self.model):
+                    yield from before.images()
+                    before = None
+            if before:
+                yield from before.images()
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """Images of a batch that a device has been asked for."""
+
+    samples: Sequence[PlannedSample]
+    read: Callable[[], torch.Tensor]
+    bar: "tqdm[Any]"
+
+    def images(self) -> Iterator[tuple[PlannedSample, np.ndarray]]:
+        images = to_numpy(self.read())
+        self.bar.update(len(self.samples))
+        yield from zip(self.samples, images, strict=True)
+
+
+def _works_ahead(model: DiffusionTransformer) -> bool:
+    """Whether a model is asked for more than is waited for."""
+    return model.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -174,6 +206,7 @@ class LoadedModel:
     checkpoint: Path
     config: PipelineConfig
     weights: Weights
+    dtype: Dtype
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -203,6 +236,7 @@ class LoadedModel:
             "weights_sha256": file_sha256(weights_file(self.checkpoint, self.weights)),
             "step": weights.step,
             "weights": weights.kind,
+            "dtype": self.dtype,
             "variant": config.variant,
             "attention": self.maker.model.config.attention or {"name": "mhsa"},
             "protocol": {"name": config.protocol, "modified": config.modified()},
@@ -220,8 +254,9 @@ class LoadedModel:
         config, weights = self.config, self.weights_record
         attention = (self.maker.model.config.attention or {"name": "mhsa"})["name"]
         step = "" if weights.step is None else f" at step {weights.step}"
+        dtype = "" if self.dtype == "fp32" else f" in {self.dtype}"
         lines = [
-            f"{self.checkpoint}: {weights.kind} weights{step}, {config.variant} with {attention}; "
+            f"{self.checkpoint}: {weights.kind} weights{step}{dtype}, {config.variant} with {attention}; "
             f"{describe_sampler(config.sampler)}, guidance {config.guidance.scale:g}"
         ]
         if config.protocol:
@@ -251,13 +286,17 @@ def labels_and_generators(samples: Sequence[PlannedSample]) -> tuple[list[int], 
 
 
 def load_model(
-    path: Path, weights: Weights = "ema", overrides: Sequence[str] = (), device: str | None = None
+    path: Path,
+    weights: Weights = "ema",
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    dtype: Dtype = "fp32",
 ) -> LoadedModel:
     """Loads a run folder (its newest checkpoint), a checkpoint or a pipeline folder.
 
     Objective, prediction type, path, autoencoder and class names come from the folder; sampling too, but for
     `protocol`, `sampler.*`, `guidance.*` and `decoding.*` overrides. The device is the GPU, if there is one, unless
-    given.
+    given. The dtype is the model's alone: the sampler's state and the autoencoder stay float32.
 
     Raises:
         ValueError: what is there cannot be loaded, or cannot be sampled that way.
@@ -269,7 +308,10 @@ def load_model(
     vae = load_vae(str(checkpoint / VAE), str(checkpoint)) if (checkpoint / VAE).is_dir() else None
     autoencoder = build_autoencoder(config.autoencoder, config.decoding, vae)
     require_consistent(model, config, autoencoder, str(checkpoint))
-    return LoadedModel(ImageMaker(model.to(target), config, autoencoder.to(target)), checkpoint, config, weights)
+    if dtype == "bf16":
+        model.bfloat16()  # not `to`, at which diffusers warns of parts in float32 that it does not have
+    maker = ImageMaker(model.to(target), config, autoencoder.to(target))
+    return LoadedModel(maker, checkpoint, config, weights, dtype)
 
 
 def require_consistent(

@@ -68,7 +68,6 @@ def guided_model(
     """
     if config.scale == 1:
         return lambda latents, timesteps: model(latents, timesteps, labels)
-    low, high = config.interval or (0.0, float("inf"))
     if null_label is None:
         raise ValueError(
             f"guidance.scale={config.scale:g} needs a null label, but this model was trained without label dropout "
@@ -77,10 +76,12 @@ def guided_model(
     both_labels = torch.cat([labels, torch.full_like(labels, null_label)])
 
     def model_fn(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        inside = (low <= timesteps) & (timesteps <= high)
-        assert inside.all() == inside.any(), "samplers evaluate a batch at one time"
-        if not inside[0]:
-            return model(latents, timesteps, labels)
+        if config.interval is not None:
+            low, high = config.interval
+            inside = (low <= timesteps) & (timesteps <= high)
+            assert inside.all() == inside.any(), "samplers evaluate a batch at one time"
+            if not inside[0]:
+                return model(latents, timesteps, labels)
         output = model(torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both_labels)
         conditional, unconditional = output.chunk(2)
         guided = latents.shape[1] if config.channels == "all" else min(config.channels, latents.shape[1])

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from vcagen.attention import AttentionConfig, DifferentialConfig, MHSAConfig, VCAConfig, build_attention
-from vcagen.benchmark.cost import cost_of
-from vcagen.benchmark.measure import DTYPES, Row, Work, clock_of, machine, measure, report_rows
-from vcagen.devices import usable_device
+from vcagen.benchmark.cost import STEP_OVER_FORWARD, cost_of
+from vcagen.benchmark.measure import Row, Work, clock_of, machine, measure, report_rows
+from vcagen.devices import DTYPES, Dtype, usable_device
 from vcagen.files import require_file_name, written_aside
 
 # The first is what the others are compared with.
@@ -55,7 +55,7 @@ def benchmark_attention(arguments: argparse.Namespace) -> None:
 
 def attention_works(
     side: int,
-    dtype: str,
+    dtype: Dtype,
     passes: str,
     width: int,
     heads: int,
@@ -67,7 +67,7 @@ def attention_works(
 
     Args:
         side: of the token grid.
-        dtype: key of `DTYPES`.
+        dtype: what they are computed in.
         passes: `forward`, or `forward + backward`.
         width: channels of a token.
         heads: of the attention.
@@ -92,7 +92,7 @@ def attention_works(
         for form, function in forms.items():
             run, flops = _forward(function, x, dtype), forward_flops
             if passes != "forward":
-                run, flops = _both_passes(function, module, x, upstream, dtype), 3 * forward_flops
+                run, flops = _both_passes(function, module, x, upstream, dtype), STEP_OVER_FORWARD * forward_flops
             works[form] = Work(run, flops, dtype)
     return works
 
@@ -102,12 +102,12 @@ def batch_of(side: int) -> int:
     return max(1, TOKENS // side**2)
 
 
-def precision(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def precision(dtype: Dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast to a dtype, which is nothing for fp32."""
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
 
-def _forward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dtype: str) -> Callable[[], object]:
+def _forward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dtype: Dtype) -> Callable[[], object]:
     def run() -> None:
         with torch.no_grad(), precision(dtype, x.device):
             function(x)
@@ -120,7 +120,7 @@ def _both_passes(
     module: nn.Module,
     x: torch.Tensor,
     upstream: torch.Tensor,
-    dtype: str,
+    dtype: Dtype,
 ) -> Callable[[], object]:
     inputs = [x.detach().requires_grad_(), *module.parameters()]
 
@@ -132,7 +132,7 @@ def _both_passes(
     return run
 
 
-def _plot(sides: list[int], dtype: str, tables: dict[str, list[Row]], out: Path) -> None:
+def _plot(sides: list[int], dtype: Dtype, tables: dict[str, list[Row]], out: Path) -> None:
     """Time and memory of forward and backward pass for one image against N, on logarithmic axes, into one PNG."""
     from matplotlib.figure import Figure
 

@@ -31,6 +31,7 @@ ATTENTIONS: dict[str, AttentionConfig] = {
 MODELS = tuple(f"{shape}/{patch}" for patch in (2, 4, 8) for shape in ("S", "B", "L", "XL"))
 PIXELS = (256, 512, 1024)
 PIXELS_PER_LATENT = 8
+STEP_OVER_FORWARD = 3  # the backward pass has two products of matrices for each one of the forward pass
 
 INTRODUCTION = """\
 # What each attention costs

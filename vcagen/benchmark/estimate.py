@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from vcagen.benchmark.cost import STEP_OVER_FORWARD
 from vcagen.benchmark.model import ATTENTIONS, forward_flops
 
 # SiT on 32x32x4 latents, which are images of 256x256; a DiT costs the same.
@@ -15,7 +16,6 @@ PEAK = 989e12  # FLOP/s of one H100 or H200 in dense bf16, as its maker states
 SHARES = (0.2, 0.4)  # of the peak, kept up from the first step to the last: assumed, not measured
 NUM_IMAGES = 50_000
 SAMPLING_STEPS = 250
-STEP_OVER_FORWARD = 3  # the backward pass has two products of matrices for each one of the forward pass
 FORWARDS_PER_SAMPLING_STEP = 2  # with the label and without: guidance
 
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from vcagen.devices import DTYPES, Dtype
 from vcagen.files import write_json
 
 # The profiler's own library talks to stderr about GPUs that it does not find.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHORTEST = 0.05  # seconds; shorter work is repeated within a round
 
 
@@ -66,12 +66,12 @@ class Work:
     Attributes:
         run: does it once.
         flops: floating-point operations of its matrix products and convolutions.
-        dtype: key of `DTYPES`: what they are computed in.
+        dtype: what they are computed in.
     """
 
     run: Callable[[], object]
     flops: float
-    dtype: str
+    dtype: Dtype
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def clock_of(device: torch.device) -> tuple[Callable[[], float], str]:
     return (time.process_time, "CPU time") if torch.get_num_threads() == 1 else (time.perf_counter, "wall time")
 
 
-def _matmul(dtype: str, device: torch.device) -> Work:
+def _matmul(dtype: Dtype, device: torch.device) -> Work:
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     return Work(lambda: F.linear(a, b), 2 * size**3, dtype)

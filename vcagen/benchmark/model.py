@@ -10,7 +10,7 @@ from vcagen.benchmark.attention import precision
 from vcagen.benchmark.cost import cost_of
 from vcagen.benchmark.measure import Work, clock_of, machine, measure, report_rows
 from vcagen.benchmark.official import official_model
-from vcagen.devices import usable_device
+from vcagen.devices import Dtype, usable_device
 from vcagen.files import require_file_name
 from vcagen.models.transformer import DiffusionTransformer
 from vcagen.models.variants import parse_variant
@@ -64,7 +64,7 @@ def benchmark_model(arguments: argparse.Namespace) -> None:
     works: dict[str, Work] = {}
     result: dict[str, object] = {"machine": machine(device), "clock": clock_of(device)[1], "batch": arguments.batch}
 
-    def forward(model: Callable[..., torch.Tensor], dtype: str) -> Callable[[], torch.Tensor]:
+    def forward(model: Callable[..., torch.Tensor], dtype: Dtype) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
             with torch.no_grad(), precision(dtype, device):
                 return model(*inputs)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from vcagen.autoencoder import IdentityAutoencoder
-from vcagen.benchmark.measure import DTYPES, Work, clock_of, machine, measure, report_rows
+from vcagen.benchmark.measure import Work, clock_of, machine, measure, report_rows
 from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer
 from vcagen.benchmark.official import import_official, official_model
-from vcagen.devices import usable_device
+from vcagen.devices import Dtype, usable_device
 from vcagen.files import require_file_name
 from vcagen.generation import ImageMaker
 from vcagen.guidance import GuidanceConfig
@@ -61,14 +61,16 @@ def benchmark_sampling(arguments: argparse.Namespace) -> None:
 
 
 def _our_sampler(
-    variant: str, attention: str, dtype: str, batch: int, num_steps: int, device: torch.device, compiled: bool
+    variant: str, attention: str, dtype: Dtype, batch: int, num_steps: int, device: torch.device, compiled: bool
 ) -> Callable[[], torch.Tensor]:
     config = SamplingConfig(
         objective=FlowConfig(),
         sampler=EulerMaruyamaConfig(num_steps=num_steps),
         guidance=GuidanceConfig(scale=SCALE),
     )
-    model = noisy_transformer(variant, attention, device).to(DTYPES[dtype])
+    model = noisy_transformer(variant, attention, device)
+    if dtype == "bf16":
+        model.bfloat16()
     if compiled:
         model.compile_repeated_blocks()
     maker = ImageMaker(model, config, IdentityAutoencoder())

@@ -19,7 +19,7 @@ from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer,
 from vcagen.benchmark.processes import measure_processes
 from vcagen.benchmark.scaling_page import Point, Scaling, describe, plot
 from vcagen.benchmark.training import OurStep
-from vcagen.devices import usable_device
+from vcagen.devices import Dtype, usable_device
 from vcagen.files import require_file_name, write_json, write_text
 from vcagen.models.variants import parse_variant
 
@@ -84,7 +84,7 @@ def _tokens(sides: list[int], rounds: int, device: torch.device) -> Iterator[Poi
         yield Point(side * side, batch_of(side), measure(works, rounds, device, f"N={side * side}"))
 
 
-def _step_point(variant: str, dtype: str, batch: int, depth: int | None, rounds: int, device: torch.device) -> Point:
+def _step_point(variant: str, dtype: Dtype, batch: int, depth: int | None, rounds: int, device: torch.device) -> Point:
     """Whole training steps at a batch, of a model with `depth` blocks where that is given."""
     latents = random_inputs(batch, device)[0]
     works = {}

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from vcagen.benchmark.attention import precision
+from vcagen.benchmark.cost import STEP_OVER_FORWARD
 from vcagen.benchmark.measure import Work, clock_of, interleaved, machine, measure, report_rows
 from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer
 from vcagen.benchmark.official import import_official, official_model
 from vcagen.config import TrainConfig
-from vcagen.devices import usable_device
+from vcagen.devices import Dtype, usable_device
 from vcagen.ema import ExponentialMovingAverage
 from vcagen.files import require_file_name
 from vcagen.guidance import drop_labels
@@ -26,7 +27,7 @@ from vcagen.training_samples import training_generator
 class OurStep:
     """One update as `vcagen.training` does it, in parts that can be timed, on latents that are there already."""
 
-    def __init__(self, model: DiffusionTransformer, variant: str, dtype: str, latents: torch.Tensor) -> None:
+    def __init__(self, model: DiffusionTransformer, variant: str, dtype: Dtype, latents: torch.Tensor) -> None:
         config = TrainConfig()
         self.model, self.dtype, self.latents = model.train(), dtype, latents
         self.labels = torch.arange(len(latents), device=latents.device)
@@ -105,7 +106,7 @@ def benchmark_training(arguments: argparse.Namespace) -> None:
     works: dict[str, Work] = {}
     if arguments.official:
         weights = noisy_transformer(variant, "mhsa", device).state_dict()
-        flops = 3 * batch * forward_flops(variant, "mhsa")
+        flops = STEP_OVER_FORWARD * batch * forward_flops(variant, "mhsa")
         works["official, fp32"] = Work(_official_step(arguments.official, variant, weights, latents), flops, "fp32")
     steps = {name: (step, flops) for name, step, flops in _our_steps(arguments, latents)}
     works |= {name: Work(step.step, flops, step.dtype) for name, (step, flops) in steps.items()}
@@ -125,11 +126,11 @@ def _our_steps(arguments: argparse.Namespace, latents: torch.Tensor) -> Iterator
     """Name, step and floating-point operations of every form that is measured."""
     variant = arguments.variant
 
-    def form(attention: str, dtype: str) -> OurStep:
+    def form(attention: str, dtype: Dtype) -> OurStep:
         return OurStep(noisy_transformer(variant, attention, latents.device), variant, dtype, latents)
 
     for attention in ATTENTIONS:
-        flops = 3 * len(latents) * forward_flops(variant, attention)
+        flops = STEP_OVER_FORWARD * len(latents) * forward_flops(variant, attention)
         for dtype in arguments.dtype:
             yield f"{attention}, {dtype}", form(attention, dtype), flops
             if arguments.compile:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from vcagen.callables import ModelFn
 from vcagen.noise_schedule import BETA_END, BETA_START, NUM_TRAIN_TIMESTEPS, betas
-from vcagen.samplers.checks import require_finite
+from vcagen.samplers.checks import Trajectory
 
 Steps = Annotated[int, Field(ge=2, le=NUM_TRAIN_TIMESTEPS)]
 SolverSteps = Annotated[int, Field(ge=2, lt=NUM_TRAIN_TIMESTEPS)]  # at 1000 a timestep would come twice
@@ -127,7 +127,7 @@ def sample_diffusion(
     """
     scheduler, model_timesteps = build_scheduler(config)
     products = (1 - betas()).cumprod(0)
-    x = noise
+    x, trajectory = noise, Trajectory()
     for step_timestep, timestep in zip(scheduler.timesteps, model_timesteps, strict=True):
         output = model_fn(x, torch.full((len(x),), timestep, dtype=torch.int64, device=x.device))
         epsilon, variance = output[:, : x.shape[1]], output[:, x.shape[1] :]
@@ -138,7 +138,8 @@ def sample_diffusion(
             x = scheduler.step(epsilon_and_variance, step_timestep, x, generator=list(generators)).prev_sample
         else:
             x = scheduler.step(epsilon, step_timestep, x).prev_sample
-        require_finite(x, timestep)
+        trajectory.reaches(x, timestep)
+    trajectory.ends()
     return x
 
 

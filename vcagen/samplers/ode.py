@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from torchdiffeq import odeint
 
 from vcagen.callables import ModelFn
-from vcagen.samplers.checks import require_finite
+from vcagen.samplers.checks import Trajectory, require_finite
 
 Steps = Annotated[int, Field(ge=1)]
 Tolerance = Annotated[float, Field(gt=0, lt=1)]
@@ -54,7 +54,7 @@ def sample_ode(
     """
     if isinstance(config, Dopri5Config):
         return _sample_adaptively(velocity_fn, noise, interval, config)
-    x = noise
+    x, trajectory = noise, Trajectory()
     times = torch.linspace(*interval, config.num_steps + 1)
     for start, end in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
         step = end - start
@@ -63,7 +63,8 @@ def sample_ode(
             at_end = velocity_fn(x + step * velocity, x.new_full((len(x),), end))
             velocity = (velocity + at_end) / 2
         x = x + step * velocity
-        require_finite(x, end)
+        trajectory.reaches(x, end)
+    trajectory.ends()
     return x
 
 

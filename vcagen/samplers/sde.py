@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 from vcagen import interpolants
 from vcagen.callables import ModelFn
 from vcagen.interpolants import Coefficients, Path
-from vcagen.samplers.checks import require_finite
+from vcagen.samplers.checks import Trajectory
 from vcagen.seeds import normal
 
 Form = Literal["sigma", "linear", "constant", "decreasing", "increasing-decreasing", "SBDM"]
@@ -126,7 +126,7 @@ def sample_sde(
         velocity, score = predict(x, time)
         return velocity + strength_at(time) * score
 
-    x = noise
+    x, trajectory = noise, Trajectory()
     grid = torch.linspace(first, last, config.num_steps + 1).tolist()
     for start, end in itertools.pairwise(grid):
         step = end - start
@@ -137,8 +137,9 @@ def sample_sde(
             x = x + kick
             drift = drift_at(x, start)
             x = x + step * (drift + drift_at(x + step * drift, end)) / 2
-        require_finite(x, end)
+        trajectory.reaches(x, end)
     if config.last_step == "none":
+        trajectory.ends()
         return x
     if config.last_step == "mean":
         x = x + config.last_step_size * drift_at(x, last)
@@ -149,5 +150,6 @@ def sample_sde(
         else:
             c = coefficients_at(last)
             x = x / c.alpha + (c.sigma**2 / c.alpha) * score
-    require_finite(x, 1.0)
+    trajectory.reaches(x, 1.0)
+    trajectory.ends()
     return x
