@@ -96,7 +96,10 @@ def test_a_training_step_and_its_parts_are_measured(tmp_path: Path, monkeypatch:
     names = [f"{name}, fp32{more}" for name in ("mhsa", "vca") for more in ("", ", gradient checkpointing")]
     assert [row["name"] for row in result["DiT-tiny/8, training step"]] == names
     shares = [value for key, value in result.items() if key.startswith("share of a step")]
+    assert len(shares) == 5
+    assert all(share > 0 for share in shares)
     assert sum(shares) == pytest.approx(100)
+    assert 0 < result["not the model (data, EMA, logging), mhsa, fp32, %"] < 100
 
 
 def test_sampling_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

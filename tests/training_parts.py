@@ -107,7 +107,7 @@ def sample_ids(config: RunConfig, first_step: int) -> list[list[int]]:
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "build_data", lambda _: few_digits(64))
         ready, _ = run.prepare_run(config, stack)
-        return [batch[2].tolist() for batch in training._batches(ready, first_step)]
+        return [batch[2].tolist() for batch in training.micro_batches(ready, first_step)]
 
 
 def at_losses(patch: pytest.MonkeyPatch, updates: Container[int], act: Callable[[ObjectiveOutput], None]) -> None:

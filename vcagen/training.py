@@ -89,7 +89,7 @@ def train(config: RunConfig, scorer: Scorer | None = None) -> None:
 def _loop(run: Run, first_step: int, scorer: Scorer | None) -> None:
     """All updates from `first_step` on, with rows, checkpoints, previews and scores at their intervals. See `train`."""
     config, accelerator = run.config.train, run.accelerator
-    batches = _batches(run, first_step)
+    batches = micro_batches(run, first_step)
     metrics = MetricsFile(run.folder / "metrics.jsonl", first_step, accelerator)
     scores = MetricsFile(run.folder / SCORES_FILE, first_step, accelerator) if scorer else None
     window = LossWindow(accelerator)
@@ -169,7 +169,7 @@ def _try(what_is_missing: str, work: Callable[[], None]) -> None:
         tqdm.write(f"{what_is_missing} ({error})", file=sys.stderr)
 
 
-def _batches(run: Run, first_step: int) -> Iterator[Batch]:
+def micro_batches(run: Run, first_step: int) -> Iterator[Batch]:
     """Micro-batches of this process from `first_step` (counted from 0) to the end of the run."""
     config, accelerator = run.config, run.accelerator
     order = TrainingOrder(

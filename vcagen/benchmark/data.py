@@ -16,7 +16,6 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 from torch.utils.data import default_collate
-from tqdm import tqdm
 
 from vcagen.autoencoder import KLAutoencoder, KLConfig, load_vae
 from vcagen.benchmark.measure import interleaved, machine, peak_memory, report
@@ -26,8 +25,6 @@ from vcagen.cache.writer import build_cache, prepare_cache
 from vcagen.data.latent_cache import LatentCache, LatentCacheConfig
 from vcagen.data.latent_format import MANIFEST_FILE, Manifest, plan_for, shard_path, write_shard
 from vcagen.files import write_json
-from vcagen.models.transformer import DiffusionTransformer
-from vcagen.objectives import FlowConfig, build_objective
 from vcagen.training_samples import TrainingSamples, draw_mirror, training_generator
 
 BATCH = 256
@@ -66,33 +63,28 @@ def benchmark_data(arguments: argparse.Namespace) -> None:
             **_reading(folder, arguments.num_latents, arguments.rounds),
             **_building(folder / "built", arguments.num_images, arguments.image_size, arguments.autoencoder),
         }
-        if arguments.steps:
-            result |= _waiting(folder / "cache", arguments.steps)
         if arguments.memory:
             result |= _memory(folder)
     report(result, arguments.json)
 
 
-def _random_cache(cache: Path, num_latents: int) -> None:
-    """A cache of random moments, and the same as one .npy per image with a label file, as the peers keep them."""
+def random_cache(cache: Path, num_latents: int, vae: AutoencoderKL, source: str) -> None:
+    """Writes a cache of random moments, as if `vae`, which lies at `source`, had encoded images of 256 pixels."""
     generator = torch.Generator().manual_seed(0)
     channels, height, width = LATENT_SHAPE
     records = [Record(number % NUM_CLASSES, f"{number:08d}", 0) for number in range(num_latents)]
     shards = []
     (cache / "shards").mkdir(parents=True)
-    (cache / "npy").mkdir()
     for number, start in enumerate(range(0, num_latents, 1024)):
         part = records[start : start + 1024]
         moments, mirrored = (
             torch.randn(len(part), 2 * channels, height, width, generator=generator).half().abs() for _ in range(2)
         )
         shards.append(write_shard(shard_path(cache, number), moments, mirrored, [record[:2] for record in part], ""))
-        for row, record in enumerate(part):
-            np.save(cache / f"npy/{record.key}.npy", moments[row].float().numpy())
-            np.save(cache / f"npy/{record.key}.label.npy", np.array(record.label))
-    vae = _tiny_vae()
     names = tuple(map(str, range(NUM_CLASSES)))
-    plan = plan_for(CONFIG, KLAutoencoder(vae, vae), records, names, (3, 256, 256), mirrored=True, shard_size=1024)
+    plan = plan_for(
+        KLConfig(source=source), KLAutoencoder(vae, vae), records, names, (3, 256, 256), mirrored=True, shard_size=1024
+    )
     manifest = Manifest(
         plan=plan, shards=tuple(shards), count=num_latents, skipped={}, latent_mean=(0.0,) * 4, latent_std=(1.0,) * 4
     )
@@ -103,8 +95,13 @@ def _reading(folder: Path, num_latents: int, rounds: int) -> dict[str, Any]:
     """Latents per second on one core, moments to latent included, against .npy files."""
     torch.set_num_threads(1)
     cache = folder / "cache"
-    _random_cache(cache, num_latents)
+    random_cache(cache, num_latents, tiny_vae(), CONFIG.source)
     data = LatentCache(LatentCacheConfig(root=str(cache)))
+    # The same as one .npy per image with a label file, as the peers keep them.
+    (folder / "npy").mkdir()
+    for index in range(num_latents):
+        np.save(folder / f"npy/{index:08d}.npy", data.moments(index, mirrored=False).astype(np.float32))
+        np.save(folder / f"npy/{index:08d}.label.npy", np.array(data.label(index)))
     samples = TrainingSamples(data, seed=0)
     autoencoder = _ScaledDraw()
     order = np.random.default_rng(0).permutation(num_latents - num_latents % BATCH).reshape(-1, BATCH)
@@ -120,7 +117,7 @@ def _reading(folder: Path, num_latents: int, rounds: int) -> dict[str, Any]:
 
     def theirs() -> None:
         for batch in order:
-            files = [cache / f"npy/{index:08d}" for index in batch]
+            files = [folder / f"npy/{index:08d}" for index in batch]
             items = [(torch.from_numpy(np.load(f"{f}.npy")), int(np.load(f"{f}.label.npy"))) for f in files]
             mean, std = default_collate(items)[0].chunk(2, dim=1)
             (mean + std * torch.randn_like(mean)).mul_(0.18215)
@@ -143,7 +140,8 @@ class _ScaledDraw(KLAutoencoder):
         self.scale, self.shift = 0.18215, 0.0
 
 
-def _tiny_vae() -> AutoencoderKL:
+def tiny_vae() -> AutoencoderKL:
+    """A VAE of the real one's shape, 8 pixels to a latent, but narrow, with weights that torch's seed decides."""
     return AutoencoderKL(
         block_out_channels=(8,) * 4,
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -156,7 +154,7 @@ def _tiny_vae() -> AutoencoderKL:
 
 def _building(cache: Path, num_images: int, image_size: int, source: str | None) -> dict[str, Any]:
     torch.set_num_threads(os.cpu_count() or 1)
-    vae = _tiny_vae() if source is None else load_vae(source, "--autoencoder")
+    vae = tiny_vae() if source is None else load_vae(source, "--autoencoder")
     autoencoder = KLAutoencoder(vae, vae)
     images = GeneratedImages(num_images, (500, 375))
     shape = (3, image_size, image_size)
@@ -175,29 +173,6 @@ def _building(cache: Path, num_images: int, image_size: int, source: str | None)
     }
 
 
-def _waiting(cache: Path, steps: int) -> dict[str, Any]:
-    """Share of a training step of SiT-S/2 at batch 32 that is spent on getting its data, in the same thread."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    samples = TrainingSamples(LatentCache(LatentCacheConfig(root=str(cache))), seed=0)
-    model = DiffusionTransformer(hidden_size=384, depth=12, num_heads=6)
-    objective, autoencoder = build_objective(FlowConfig()), _ScaledDraw()
-    data_time = step_time = 0.0
-    for step in tqdm(range(steps + 1), desc="training steps", delay=2):
-        started = time.perf_counter()
-        items = default_collate([samples[(step * 32 + row, step, row)] for row in range(32)])
-        read = time.perf_counter() - started
-        generators = [training_generator(0, step, row) for row in range(32)]
-        latents = autoencoder.sample_latents(items[0].float(), generators)
-        objective.loss(model, latents, items[1], generators).loss.mean().backward()
-        model.zero_grad()
-        if step:  # the first warms up
-            data_time, step_time = data_time + read, step_time + time.perf_counter() - started
-    return {
-        "seconds per step, SiT-S/2, batch 32": step_time / steps,
-        "share of a step spent on data, %": 100 * data_time / step_time,
-    }
-
-
 def _memory(folder: Path) -> dict[str, Any]:
     """Largest resident set of a build over 1,000 and 100,000 records, each in a process of its own."""
     found = {}
@@ -211,7 +186,7 @@ def _memory(folder: Path) -> dict[str, Any]:
 
 def build_small(cache: str, num_images: int) -> None:
     """Builds a cache of images of 16 pixels and prints the largest resident set in MB."""
-    vae = _tiny_vae()
+    vae = tiny_vae()
     autoencoder = KLAutoencoder(vae, vae)
     images = GeneratedImages(num_images, (16, 16))
     plan = plan_for(

@@ -1,4 +1,4 @@
-"""A whole training step and its parts, against the official code's."""
+"""A training step against the official code's, and where its time goes."""
 
 import argparse
 import copy
@@ -10,9 +10,10 @@ import torch
 
 from vcagen.benchmark.attention import precision
 from vcagen.benchmark.cost import STEP_OVER_FORWARD
-from vcagen.benchmark.measure import Work, clock_of, interleaved, machine, measure, report_rows
+from vcagen.benchmark.measure import Work, clock_of, machine, measure, report_rows
 from vcagen.benchmark.model import ATTENTIONS, forward_flops, noisy_transformer
 from vcagen.benchmark.official import import_official, official_model
+from vcagen.benchmark.step_parts import shares_of_a_step
 from vcagen.config import TrainConfig
 from vcagen.devices import Dtype, usable_device
 from vcagen.ema import ExponentialMovingAverage
@@ -25,7 +26,7 @@ from vcagen.training_samples import training_generator
 
 
 class OurStep:
-    """One update as `vcagen.training` does it, in parts that can be timed, on latents that are there already."""
+    """One update as `vcagen.updates` makes it, on latents that are there already."""
 
     def __init__(self, model: DiffusionTransformer, variant: str, dtype: Dtype, latents: torch.Tensor) -> None:
         config = TrainConfig()
@@ -38,30 +39,18 @@ class OurStep:
         self.ema = ExponentialMovingAverage(model, config.ema_decay)
         self.number = 0
 
-    def passes(self) -> None:
-        """Forward and backward."""
+    def step(self) -> None:
+        """Does it."""
         self.number += 1
         generators = [training_generator(0, self.number, row) for row in range(len(self.latents))]
         labels = drop_labels(self.labels, 0.1, self.model.null_label, generators)
         with precision(self.dtype, self.latents.device):
             loss = self.objective.loss(self.model, self.latents, labels, generators).loss.mean()
         loss.backward()
-
-    def optimise(self) -> None:
-        """The gradient's norm and AdamW."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf"))
         self.optimizer.step()
-
-    def average(self) -> None:
-        """The moving average of the weights."""
-        self.ema.update_parameters(self.model)
-
-    def step(self) -> None:
-        """All of it."""
-        self.passes()
-        self.optimise()
         self.optimizer.zero_grad()
-        self.average()
+        self.ema.update_parameters(self.model)
 
 
 def _official_step(
@@ -108,17 +97,12 @@ def benchmark_training(arguments: argparse.Namespace) -> None:
         weights = noisy_transformer(variant, "mhsa", device).state_dict()
         flops = STEP_OVER_FORWARD * batch * forward_flops(variant, "mhsa")
         works["official, fp32"] = Work(_official_step(arguments.official, variant, weights, latents), flops, "fp32")
-    steps = {name: (step, flops) for name, step, flops in _our_steps(arguments, latents)}
-    works |= {name: Work(step.step, flops, step.dtype) for name, (step, flops) in steps.items()}
+    works |= {name: Work(step.step, flops, step.dtype) for name, step, flops in _our_steps(arguments, latents)}
     title = f"{variant}, training step"
     rows = measure(works, arguments.rounds, device, title)
     result: dict[str, Any] = {"machine": machine(device), "clock": clock_of(device)[1], "batch": batch}
-    name, (step, _) = next(iter(steps.items()))
-    parts = {"passes": step.passes, "optimiser": step.optimise, "EMA": step.average}
-    times = interleaved(parts, arguments.rounds, "parts of a step", clock_of(device)[0])
-    medians = {part: sorted(seconds)[len(seconds) // 2] for part, seconds in times.items()}
-    for part, seconds in medians.items():
-        result[f"share of a step, {name}: {part}, %"] = 100 * seconds / sum(medians.values())
+    if device == usable_device(None):  # where a run would be
+        result |= shares_of_a_step(variant, batch, arguments.dtype[0], arguments.rounds)
     report_rows(result, {title: rows}, arguments.json)
 
 
