@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vcagen.benchmark.arguments import add_speed_commands
+from vcagen.benchmark.arguments import add_speed_commands, positive
 from vcagen.commands import exit_code
 
 
@@ -19,14 +19,13 @@ def parse_arguments() -> argparse.Namespace:
         "data",
         help="reading and building latent caches",
         description="Latents read per second, against one .npy file per image read in the same run; images encoded per "
-        "second; the share of a training step that waits for data. Everything is made in a temporary folder.",
+        "second. Everything is made in a temporary folder.",
     )
     data.add_argument("--num-latents", type=int, default=4096, help="latents 4x32x32 in the cache that is read")
     data.add_argument("--rounds", type=int, default=7, help="interleaved repetitions; medians are printed")
     data.add_argument("--num-images", type=int, default=128, help="JPEGs of 500x375 to encode")
     data.add_argument("--image-size", type=int, default=256, help="side that they are cropped to")
     data.add_argument("--autoencoder", help="hub id or folder to encode with (default: a tiny one of random weights)")
-    data.add_argument("--steps", type=int, default=2, help="training steps of SiT-S/2 at batch 32; 0 leaves them out")
     data.add_argument("--memory", action="store_true", help="also build caches of 1,000 and 100,000 small images")
     data.add_argument("--json", type=Path, help="write the result here")
     fid = commands.add_parser(
@@ -49,6 +48,15 @@ def parse_arguments() -> argparse.Namespace:
     cost.add_argument("--json", type=Path, help="write the counts here")
     cost.add_argument("--markdown", type=Path, help="write what is printed here")
     add_speed_commands(commands)
+    losses = commands.add_parser(
+        "losses",
+        help="whether training loses the same with every switch",
+        description="Train tiny models on digits with gradient checkpointing, micro-batches, workers, compiled blocks "
+        "and bf16, and compare the loss of every step with that of a run without; an error where it differs by more "
+        "than it may. About ten minutes.",
+    )
+    losses.add_argument("--steps", type=positive, default=200, help="of each run (default: 200)")
+    losses.add_argument("--json", type=Path, help="write the result here")
     soak = commands.add_parser(
         "soak",
         help="kill and restart training at random moments",
@@ -102,6 +110,10 @@ def main() -> int:
             from vcagen.benchmark.scaling import benchmark_scaling
 
             benchmark_scaling(arguments)
+        elif arguments.command == "losses":
+            from vcagen.benchmark.losses import benchmark_losses
+
+            benchmark_losses(arguments)
         else:
             from vcagen.benchmark.soak import soak
 

@@ -27,15 +27,15 @@ def add_speed_commands(commands: Any) -> None:
         parser.add_argument("--compile", action="store_true", help="also measure all of ours compiled; takes minutes")
         if name == "attention":
             sides = [8, 16, 32, 64]
-            parser.add_argument("--grid", type=_positive, nargs="+", default=sides, help="sides of the token grid")
-            parser.add_argument("--hidden-size", type=_positive, default=384, help="width (default: 384)")
-            parser.add_argument("--num-heads", type=_positive, default=6, help="heads (default: 6)")
+            parser.add_argument("--grid", type=positive, nargs="+", default=sides, help="sides of the token grid")
+            parser.add_argument("--hidden-size", type=positive, default=384, help="width (default: 384)")
+            parser.add_argument("--num-heads", type=positive, default=6, help="heads (default: 6)")
             parser.add_argument("--png", type=Path, help="draw time and memory against the number of tokens here")
         else:
             parser.add_argument(
                 "--variant", default="SiT-S/2" if name == "sample" else "DiT-S/2", help="such as SiT-B/4"
             )
-            parser.add_argument("--batch", type=_positive, default=4, help="images (default: 4)")
+            parser.add_argument("--batch", type=positive, default=4, help="images (default: 4)")
             parser.add_argument(
                 "--official",
                 type=Path,
@@ -43,7 +43,7 @@ def add_speed_commands(commands: Any) -> None:
                 help="a checkout of facebookresearch/DiT (willisma/SiT for a SiT) to compare with; it needs timm",
             )
         if name == "sample":
-            parser.add_argument("--num-steps", type=_positive, default=9, help="SDE steps before the last (default: 9)")
+            parser.add_argument("--num-steps", type=positive, default=9, help="SDE steps before the last (default: 9)")
     _add_scaling(commands)
 
 
@@ -59,18 +59,19 @@ def _add_scaling(commands: Any) -> None:
         "--depths": ([3, 6, 12, 24], "blocks of the model, at batch 4"),
     }
     for name, (default, what) in sizes.items():
-        parser.add_argument(name, type=_positive, nargs="+", default=default, help=what)
+        parser.add_argument(name, type=positive, nargs="+", default=default, help=what)
     parser.add_argument("--markdown", type=Path, help="write the page here")
     parser.add_argument("--png", type=Path, help="draw the figure here; the page shows it")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="such as cuda:1 or cpu (default: the GPU, if there is one)")
-    parser.add_argument("--rounds", type=_positive, default=7, help="repetitions of everything (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="repetitions of everything (default: 7)")
     parser.add_argument("--json", type=Path, help="write the result here")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
