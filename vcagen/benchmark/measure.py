@@ -27,11 +27,20 @@ SHORTEST = 0.05  # seconds; shorter work is repeated within a round
 def machine(device: torch.device | None = None) -> str:
     """What was measured on, in words."""
     words = (
-        f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{_processor()} with {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     if device is not None and device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {words}, CUDA {torch.version.cuda}"
     return words
+
+
+def _processor() -> str:
+    """Its name where the system tells (Linux), else its kind."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def launcher(processes: int) -> list[str]:
