@@ -113,7 +113,7 @@ def prepare_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, in
     if config.train.tf32:
         torch.set_float32_matmul_precision("high")
     if config.train.compile:
-        raw_model.compile_repeated_blocks()  # in place, so no name changes
+        raw_model.compile_blocks()
     model, prepared_optimizer = accelerator.prepare(raw_model, optimizer)
     ema.to(accelerator.device)
     if is_sharded(raw_model):

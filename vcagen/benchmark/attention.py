@@ -14,6 +14,7 @@ from vcagen.benchmark.cost import STEP_OVER_FORWARD, cost_of
 from vcagen.benchmark.measure import Row, Work, clock_of, machine, measure, report_rows
 from vcagen.devices import DTYPES, Dtype, usable_device
 from vcagen.files import require_file_name, written_aside
+from vcagen.models.transformer import COMPILE_OPTIONS
 
 # The first is what the others are compared with.
 ATTENTIONS: dict[str, AttentionConfig] = {
@@ -88,7 +89,7 @@ def attention_works(
         module = build().to(device)
         forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {name: module}
         if compiled:
-            forms[f"{name}, compiled"] = torch.compile(module, dynamic=False)
+            forms[f"{name}, compiled"] = torch.compile(module, dynamic=False, options=COMPILE_OPTIONS)
         for form, function in forms.items():
             run, flops = _forward(function, x, dtype), forward_flops
             if passes != "forward":

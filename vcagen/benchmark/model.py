@@ -85,7 +85,7 @@ def benchmark_model(arguments: argparse.Namespace) -> None:
         works |= {f"{attention}, {dtype}": Work(forward(model, dtype), flops, dtype) for dtype in arguments.dtype}
         if arguments.compile:
             compiled = noisy_transformer(arguments.variant, attention, device)
-            compiled.compile_repeated_blocks()
+            compiled.compile_blocks()
             works |= {
                 f"{attention}, {dtype}, compiled": Work(forward(compiled, dtype), flops, dtype)
                 for dtype in arguments.dtype

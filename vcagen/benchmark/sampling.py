@@ -72,7 +72,7 @@ def _our_sampler(
     if dtype == "bf16":
         model.bfloat16()
     if compiled:
-        model.compile_repeated_blocks()
+        model.compile_blocks()
     maker = ImageMaker(model, config, IdentityAutoencoder())
 
     def run() -> torch.Tensor:

@@ -119,7 +119,7 @@ def _our_steps(arguments: argparse.Namespace, latents: torch.Tensor) -> Iterator
             yield f"{attention}, {dtype}", form(attention, dtype), flops
             if arguments.compile:
                 compiled = form(attention, dtype)
-                compiled.model.compile_repeated_blocks()
+                compiled.model.compile_blocks()
                 yield f"{attention}, {dtype}, compiled", compiled, flops
         checkpointed = form(attention, arguments.dtype[0])
         checkpointed.model.enable_gradient_checkpointing()

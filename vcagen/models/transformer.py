@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from vcagen.models.layers import (
     TransformerBlock,
     position_table,
 )
+
+# The compiler's own choice of layouts copies the values' channels-last view for the convolution, twice on the way back.
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"layout_optimization": False}
 
 
 class DiffusionTransformer(ModelMixin, ConfigMixin):
@@ -115,6 +119,10 @@ class DiffusionTransformer(ModelMixin, ConfigMixin):
                 "use guidance.scale=1"
             )
         return self.config.num_classes
+
+    def compile_blocks(self) -> None:
+        """Has torch.compile make one graph that all blocks share; in place, so no name of a weight changes."""
+        self.compile_repeated_blocks(options=COMPILE_OPTIONS)
 
     def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Predicts from noised latents.
