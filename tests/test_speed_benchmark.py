@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vcagen.benchmark.__main__ import main
-from vcagen.benchmark.measure import Work, measure, peak_allocation
+from vcagen.benchmark.measure import Work, measure, profiled
 
 CPU = torch.device("cpu")
 # A checkout of a repository of another's: a `models.py` with a table of models by name.
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> dict[str
     return json.loads(out.read_text())
 
 
-def test_peak_allocation_counts_what_is_held_at_a_time() -> None:
+def test_peak_memory_is_what_is_held_at_a_time() -> None:
     def one_after_the_other() -> None:
         for _ in range(3):
             torch.empty(1_000_000)
@@ -47,8 +47,17 @@ def test_peak_allocation_counts_what_is_held_at_a_time() -> None:
     def together() -> None:
         _ = [torch.empty(1_000_000) for _ in range(3)]
 
-    assert peak_allocation(one_after_the_other, CPU) == 4_000_000
-    assert peak_allocation(together, CPU) == 12_000_000
+    assert profiled(one_after_the_other, CPU)[0] == 4_000_000
+    assert profiled(together, CPU)[0] == 12_000_000
+
+
+def test_an_operators_time_is_its_own_without_what_it_calls() -> None:
+    big, small = torch.randn(600, 600), torch.randn(1000, 1000)
+    shares = profiled(lambda: (torch.nn.functional.linear(big, big), small.exp()), CPU)[1]
+    assert next(iter(shares)) == "mm"  # which linear calls
+    assert list(shares.values()) == sorted(shares.values(), reverse=True)
+    assert "exp" in shares
+    assert 0.9 < sum(shares.values()) <= 1 + 1e-9
 
 
 def test_ratios_are_of_times_within_a_round() -> None:

@@ -95,6 +95,7 @@ class Row:
         peak_bytes: most memory that it held at a time, beyond what was there before.
         flops_per_second: by the median.
         share_of_peak: of what a large product of matrices reaches in the same rounds and dtype.
+        operators: share of the time of each that has 1% or more of it, the largest first.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Row:
     peak_bytes: int
     flops_per_second: float
     share_of_peak: float
+    operators: dict[str, float]
 
 
 def measure(works: dict[str, Work], rounds: int, device: torch.device, what: str) -> list[Row]:
@@ -126,6 +128,7 @@ def measure(works: dict[str, Work], rounds: int, device: torch.device, what: str
     for name, work in works.items():
         ratios = [mine / theirs for mine, theirs in zip(times[name], times[base], strict=True)]
         seconds = statistics.median(times[name])
+        peak_bytes, operators = profiled(work.run, device)
         rows.append(
             Row(
                 name,
@@ -134,9 +137,10 @@ def measure(works: dict[str, Work], rounds: int, device: torch.device, what: str
                 statistics.median(ratios),
                 min(ratios),
                 max(ratios),
-                peak_allocation(work.run, device),
+                peak_bytes,
                 work.flops / seconds,
                 work.flops / seconds / best[f"matmul {work.dtype}"],
+                operators,
             )
         )
     return rows
@@ -170,19 +174,34 @@ def _repeats(run: Callable[[], object], clock: Callable[[], float]) -> int:
     return max(1, math.ceil(SHORTEST / max(clock() - started, 1e-6)))
 
 
-def peak_allocation(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that tensors and kernels hold at a time while `run` runs, beyond what was there before."""
-    if device.type == "cuda":
+def profiled(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
+    """Runs once under the profiler.
+
+    Returns:
+        Most bytes that tensors and kernels hold at a time, beyond what was there before; and what share of the device's
+        time is each operator's own, where it is 1% or more, the largest first. What a compiled graph does is one.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+    with torch.profiler.profile(activities=activities, profile_memory=on_cpu) as profiler:
         run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    assert results is not None
-    events = [event for event in results.events() if event.name() == "[memory]"]
+    peak_bytes = _highest_allocation(profiler) if on_cpu else torch.cuda.max_memory_allocated(device) - before
+    times = {
+        event.key.removeprefix("aten::"): event.self_cpu_time_total if on_cpu else event.self_device_time_total
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CPU  # the other side's are kernels, counted by operator
+    }
+    total = sum(times.values())
+    largest = sorted(times.items(), key=lambda item: -item[1])
+    return peak_bytes, {name: time / total for name, time in largest if time >= 0.01 * total}
+
+
+def _highest_allocation(profiler: Any) -> int:  # torch does not type its memory events
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -208,11 +227,13 @@ def report(result: dict[str, Any], json: Path | None) -> None:
 
 
 def report_rows(result: dict[str, Any], tables: dict[str, list[Row]], json: Path | None) -> None:
-    """Prints `result`, then a Markdown table for each list of rows; writes all of it as JSON if asked."""
+    """Prints `result`, then a Markdown table and operators for each list of rows; writes all as JSON if asked."""
     report(result, None)
     for title, rows in tables.items():
         header = [title, "ms", "fastest", "ratio", "lowest to highest", "peak MB", "GFLOP/s", "of matmul"]
-        print(f"\n{markdown_table(header, map(_cells, rows))}")
+        print(f"\n{markdown_table(header, map(_cells, rows))}\n\nWhere the time goes:\n")
+        for row in rows:
+            print(f"- {row.name}: {', '.join(f'{name} {share:.0%}' for name, share in row.operators.items())}")
     if json:
         write_json(json, result | {title: [asdict(row) for row in rows] for title, rows in tables.items()})
 
