@@ -60,6 +60,10 @@ def test_an_operators_time_is_its_own_without_what_it_calls() -> None:
     assert 0.9 < sum(shares.values()) <= 1 + 1e-9
 
 
+def test_memory_of_several_runs_is_that_of_one() -> None:
+    assert profiled(lambda: torch.empty(1_000_000), CPU, repeats=3)[0] == 4_000_000
+
+
 def test_ratios_are_of_times_within_a_round() -> None:
     big, small = torch.randn(400, 400), torch.randn(100, 100)
     works = {

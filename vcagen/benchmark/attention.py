@@ -37,6 +37,7 @@ def benchmark_attention(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype:
             for passes in ("forward", "forward + backward"):
                 title = f"N={side * side}, {dtype}, {passes}"
+                torch.compiler.reset()  # all modules share their code, of which few compiled forms are kept
                 works = attention_works(
                     side, dtype, passes, arguments.hidden_size, arguments.num_heads, device, compiled=arguments.compile
                 )
