@@ -37,7 +37,8 @@ def benchmark_attention(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype:
             for passes in ("forward", "forward + backward"):
                 title = f"N={side * side}, {dtype}, {passes}"
-                torch.compiler.reset()  # all modules share their code, of which few compiled forms are kept
+                if arguments.compile:  # all modules share their code, of which few compiled forms are kept
+                    torch.compiler.reset()
                 works = attention_works(
                     side, dtype, passes, arguments.hidden_size, arguments.num_heads, device, compiled=arguments.compile
                 )

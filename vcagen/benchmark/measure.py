@@ -22,7 +22,7 @@ from vcagen.files import write_json
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 SHORTEST = 0.05  # seconds; shorter work is repeated within a round
-LONG = 0.5  # seconds; shorter work is repeated under the profiler, whose clock others on the machine disturb
+PROFILED = 10  # times that long is what the profiler sees at least, as others on the machine disturb its clock
 
 
 def machine(device: torch.device | None = None) -> str:
@@ -129,7 +129,7 @@ def measure(works: dict[str, Work], rounds: int, device: torch.device, what: str
     for name, work in works.items():
         ratios = [mine / theirs for mine, theirs in zip(times[name], times[base], strict=True)]
         seconds = statistics.median(times[name])
-        peak_bytes, operators = profiled(work.run, device, math.ceil(LONG / seconds))
+        peak_bytes, operators = profiled(work.run, device, math.ceil(PROFILED * SHORTEST / seconds))
         rows.append(
             Row(
                 name,
